@@ -1,0 +1,1 @@
+"""The pipeline's stages, in the order of dvc.yaml; each runs alone: ``python -m stages.train --help``."""
