@@ -5,7 +5,6 @@ training loss and accuracy. A run that is killed and started again gives the sam
 (`stages.core.state`); examples are a function of `data_seed` and the step alone.
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,7 +260,8 @@ def main(
         shutil.rmtree(models / "checkpoints", ignore_errors=True)
         shutil.copytree(saved.folder / "checkpoints", models / "checkpoints")
         weights.save(models / "model.safetensors", trainer.weights, config)
-        (out / "metrics/train.json").write_text(json.dumps(trainer.log[-1], indent=2) + "\n")
+        # DVCLive's own summary is what people compare; left in its folder, DVC would take it for a curve.
+        shutil.move(out / "plots/train/metrics.json", out / "metrics/train.json")
         saved.remove()
 
 

@@ -203,16 +203,26 @@ def read_table(path: Path, task: Task | None = None) -> tuple[pa.Table, Task]:
     if b"task" not in metadata:
         raise InputError(f"{path} does not say which task it is for: it was not written by this project")
     found = Task.parse(json.loads(metadata[b"task"]), f"{path}: task")
-    if task is not None and found != task:
-        key = next(key for key in Task.model_fields if getattr(found, key) != getattr(task, key))
-        raise InputError(
-            f"{path} was made for {key} = {getattr(found, key)}, not for {key} = {getattr(task, key)}: "
-            "make it again with `python -m stages.generate`, or set the parameter back"
-        )
+    if task is not None:
+        require_task(found, task, str(path))
     return table, found
+
+
+def require_task(found: Task, wanted: Task, where: str) -> None:
+    """Refuse data made for another task.
+
+    Raises:
+        InputError: names the first parameter that differs, with both values.
+    """
+    for key in Task.model_fields:
+        if getattr(found, key) != getattr(wanted, key):
+            raise InputError(
+                f"{where} was made for task.{key} = {getattr(found, key)}, not for {getattr(wanted, key)}: "
+                "make it again with `python -m stages.generate`, or set the parameter back"
+            )
 
 
 def token_array(table: pa.Table) -> np.ndarray:
     """The column ``tokens`` as one array [rows, context]."""
     column = table.column("tokens").combine_chunks()
-    return column.flatten().to_numpy().reshape(len(column), -1)
+    return column.flatten().to_numpy().reshape(-1, column.type.list_size)

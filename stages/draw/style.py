@@ -39,10 +39,10 @@ KIND_STYLES = {
 KIND_WORDS = {
     "train": "trained pair and positions",
     "add_restricted": "held-out pair",
-    "var_restricted": "held-out position",
+    "var_restricted": "one held-out position",
     "var_restricted_1": "one held-out position",
     "var_restricted_2": "two held-out positions",
-    "both_restricted": "held-out pair and position",
+    "both_restricted": "held-out pair, one held-out position",
     "both_restricted_1": "held-out pair, one held-out position",
     "both_restricted_2": "held-out pair, two held-out positions",
 }
@@ -56,7 +56,7 @@ SETTINGS = {
     "ytick.labelsize": 7,
     "legend.fontsize": 7,
     "legend.frameon": False,
-    "lines.linewidth": 1.2,
+    "lines.linewidth": 1.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "figure.dpi": 200,
@@ -66,8 +66,8 @@ SETTINGS = {
 
 def figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: object) -> tuple[Figure, object]:
     """A figure in the common style, and its axes; width and height in inches, options as for `plt.subplots`."""
-    with plt.rc_context(SETTINGS):
-        return plt.subplots(rows, columns, figsize=(width, height), **options)
+    plt.rcParams.update(SETTINGS)
+    return plt.subplots(rows, columns, figsize=(width, height), **options)
 
 
 def save(fig: Figure, path: Path) -> None:
