@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from stages.core import params
-from stages.draw import evaluate, style
+from stages.draw import evaluate, progress, style
 
-DRAWN = (evaluate,)
+DRAWN = (evaluate, progress)
 
 
 def main(

@@ -13,7 +13,7 @@ from stages.draw import evaluate, style
 Moments = Mapping[str, int | None]
 
 MARKED = ("addition", "spike", "assignment", "refinement")
-LABEL = 0.18  # how wide a label is, in widths of a panel
+LABEL = 0.2  # how wide a label is, in widths of a panel
 DASHED = (0, (2, 1))
 
 # Column of progress.csv: words and colour.
@@ -59,14 +59,19 @@ def progress(table: pd.DataFrame, moments: Moments) -> Figure:
                 axis.plot(table.step, table[f"{name}_2var"], color=colour, linestyle=DASHED)
         axis.set_ylim(-0.03, 1.03)
     axes[1].plot([], [], color="0.2", linestyle=DASHED, label="dashed: two variables")
-    axes[2].plot(table.step, table[MARGIN], color=style.GREEN, label="QK2: same variable")
+    axes[2].plot(table.step, table[MARGIN], color=style.GREEN)
     axes[2].axhline(0, color="0.8", linewidth=0.8, zorder=0)
     axes[2].set_xlabel("training step")
-    titles = ("weights alone", "attention and residual stream on sequences", "margin of the diagonal in V QK2 Vᵀ")
+    titles = (
+        "weights alone",
+        "attention and residual stream on sequences",
+        "QK2: margin of the same variable over the others",
+    )
     for axis, title, label in zip(axes, titles, ("share", "share", "score"), strict=True):
         axis.set_title(title, loc="left")
         axis.set_ylabel(label)
         axis.margins(x=0)
+    for axis in axes[:2]:
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=2.2)
     mark(axes, moments)
     return fig
