@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from stages.core import params
-from stages.draw import evaluate, progress, style
+from stages.draw import evaluate, fourier, progress, style
 
-DRAWN = (evaluate, progress)
+DRAWN = (evaluate, progress, fourier)
 
 
 def main(

@@ -1,0 +1,283 @@
+"""The waves that the model adds with: Fourier fits of its neurons, spectra, restricted and excluded loss.
+
+Paper, on the neurons of layer 2's MLP; Nanda et al. 2023, "Progress measures for grokking via mechanistic
+interpretability". Every neuron is fitted, at every frequency k, by a wave of either operand,
+
+    pre-activation(n, m) ≈ mean + A cos(2πkn/N + α) + B cos(2πkm/N + β),
+
+on the N² *core-only* sequences: padding, then ``+ n m =``. ReLU makes products of the two waves, which contain
+cos(2πk(n + m)/N + α + β). The neuron then speaks for the right answer if its output direction, as a function of the
+answer c, is cos(2πkc/N + γ) with γ = α + β: the phase relation.
+
+Key frequencies are those k for which cos and sin of k(n + m) hold at least `fourier.key_share` of the variance of the
+final model's logits over the core-only sequences. Two losses follow these logits through training, as in Nanda et al.:
+
+- *restricted* loss, over held-out pairs, keeps of every logit its mean over all pairs and the key frequencies' cos and
+  sin of k(n + m);
+- *excluded* loss, over trained pairs, takes those cos and sin away and keeps everything else.
+
+Shapes: N numbers, K = floor(N/2) frequencies, M neurons, d = d_model, T positions.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import torch
+import typer
+from pydantic import Field
+from torch import Tensor
+
+from stages.core import checkpoints, fourier_basis, params
+from stages.core.circuit_form import Circuits, forward
+from stages.core.fourier_basis import BY_N1, BY_N2, BY_SUM, PairWaves
+from stages.core.layouts import Problems, lay_out
+from stages.core.params import InputError, Section, finite_or_none
+from stages.core.task import FORMS, Operands, Task, read_table, write_table
+
+SEQUENCES_AT_ONCE = 4096
+VALUES_AT_ONCE = 2**24  # pre-activations held at a time; with the line above, what bounds memory for large N
+WELL_FITTED = 0.85  # the explained variance that `share_above_085` counts from
+
+
+class FourierParams(Section):
+    """Section ``fourier``: the share of the logits' variance that makes a frequency key; the seed of the sequences."""
+
+    key_share: float = Field(gt=0, le=1)
+    seed: int = Field(ge=0, lt=2**63)
+
+
+def core_only(task: Task) -> Tensor:
+    """Every pair as a sequence without assignments, row-major in (n1, n2): tokens [N², T]."""
+    n1, n2 = np.divmod(np.arange(task.N**2), task.N)
+    tokens = np.full((task.N**2, task.context), task.padding)
+    tokens[:, -4], tokens[:, -3], tokens[:, -2], tokens[:, -1] = task.plus, n1, n2, task.equals
+    return torch.from_numpy(tokens)
+
+
+def with_variables(task: Task, form: str, rng: np.random.Generator) -> Tensor:
+    """Every pair as a 1var or 2var sequence, with operands that training shows, row-major: tokens [N², T]."""
+    couples = Operands.of(task).trained
+    couples = couples[couples.form == FORMS.index(form)]
+    n1, n2 = np.divmod(np.arange(task.N**2), task.N)
+    problems = Problems(n1, n2, couples[rng.integers(len(couples), size=len(n1))])
+    return torch.from_numpy(lay_out(task, problems, rng).astype(np.int64))
+
+
+def run_model(circuits: Circuits, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
+    """For all pairs, the input of layer 2's MLP at ``=`` [N², d], and the logits [N, N, N] (n1, n2, answer)."""
+    runs = [forward(circuits, some) for some in tokens.split(SEQUENCES_AT_ONCE)]
+    return torch.cat([run.resid_mid for run in runs]), by_pair(torch.cat([run.logits for run in runs]))
+
+
+def by_pair(values: Tensor) -> np.ndarray:
+    """Values of all pairs [N², M], row-major, as [N, N, M] in float64."""
+    N = round(len(values) ** 0.5)
+    return values.double().numpy().reshape(N, N, -1)
+
+
+def neuron_tables(resid_mid: dict[str, Tensor], W_in: Tensor, output: np.ndarray) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Fit every neuron.
+
+    Args:
+        resid_mid: by form, [N², d] the input of layer 2's MLP, row-major in the pairs; 0var is core-only.
+        W_in: [d, M].
+        output: [N, M] the neurons' output directions (W_out W_U)ᵀ, as functions of the answer.
+
+    Returns:
+        a row a neuron (`describe`), and a row for each neuron and k (`PairWaves.table`).
+    """
+    at_once = max(1, VALUES_AT_ONCE // len(resid_mid["0var"]))
+    neurons, fits = [], []
+    for first in range(0, output.shape[1], at_once):
+        some = slice(first, first + at_once)
+        pre = {form: by_pair(resid @ W_in[:, some]) for form, resid in resid_mid.items()}  # [N², d] @ [d, M]
+        waves = {form: PairWaves.of(values) for form, values in pre.items()}
+        neurons.append(describe(pre, waves, output[:, some]))
+        fits.append(waves["0var"].table().rename(columns={"index": "neuron"}))
+        fits[-1]["neuron"] += first
+    return pd.concat(neurons, ignore_index=True).rename_axis("neuron").reset_index(), pd.concat(fits, ignore_index=True)
+
+
+def describe(pre: dict[str, np.ndarray], waves: dict[str, PairWaves], output: np.ndarray) -> pd.DataFrame:
+    """Each neuron at the frequency that fits it best.
+
+    Args:
+        pre: by form, [N, N, M] pre-activations.
+        waves: by form, their waves.
+        output: [N, M] their output directions.
+
+    Returns:
+        a row a neuron: `live` if it ever fires; the best `k` (0 if nothing varies) and its `explained_variance`;
+        `activation_share`, how much of the activation's variance lies in products of waves at k, and
+        `activation_sum_share`, how much in cos and sin of k(n + m) alone; `output_share`, how much of the output
+        direction's variance lies at k; its phase γ there and `phase_error`, γ - (α + β) from -π to π; and by form with
+        variables, the best k, and the correlation of the pre-activations with the core-only ones.
+    """
+    k = waves["0var"].best_k
+    at_k = (..., k - 1, np.arange(len(k)))  # where nothing varies, the shares at any k are NaN
+    activation = PairWaves.of(np.maximum(pre["0var"], 0)).share[at_k]  # [4, M]
+    operands = waves["0var"].waves[at_k][[BY_N1, BY_N2]]  # [2, M]
+    output_waves = fourier_basis.waves(output)  # [K, M]
+    output_energy = fourier_basis.energy(output_waves, len(output))
+    table = {
+        "live": (pre["0var"] > 0).any((0, 1)),
+        "k": k,
+        "explained_variance": waves["0var"].explained_variance[at_k],
+        "activation_share": activation.sum(0),
+        "activation_sum_share": activation[BY_SUM],
+        "output_share": output_energy[at_k] / output_energy.sum(0),
+        "output_phase": np.angle(output_waves[at_k]),
+        "phase_error": np.angle(output_waves[at_k] * operands.prod(0).conj()),
+    }
+    for form in FORMS[1:]:
+        table[f"k_{form}"] = waves[form].best_k
+        table[f"correlation_{form}"] = fourier_basis.correlation(pre["0var"], pre[form])
+    return pd.DataFrame(table)
+
+
+def logit_shares(logits: np.ndarray) -> np.ndarray:
+    """Share of the logits' variance in cos and sin of k(n + m): [N, N, N] → [K].
+
+    A number added to all logits of one sequence changes no probability, so each sequence's mean is taken away first.
+    """
+    logits = logits - logits.mean(2, keepdims=True)
+    variance = logits.var((0, 1))  # [N] by answer
+    return np.nan_to_num(PairWaves.of(logits).share[BY_SUM]) @ variance / variance.sum()  # [K, N] @ [N]
+
+
+def frequency_table(shares: np.ndarray, key_share: float, neurons: pd.DataFrame, fits: pd.DataFrame) -> pd.DataFrame:
+    """A row a frequency: its share of the logits' variance, whether it is key, and what it is to the live neurons.
+
+    Args:
+        shares: [K], see `logit_shares`.
+        key_share: the smallest share of a key frequency.
+        neurons, fits: see `neuron_tables`.
+
+    Returns:
+        k, logit_share, key, neurons (for how many it is the best), best_neuron (the one that it fits best) and its
+        explained_variance; the last two are null if no neuron is live.
+    """
+    table = pd.DataFrame({"k": np.arange(1, len(shares) + 1), "logit_share": shares, "key": shares >= key_share})
+    live = neurons[neurons.live]
+    table["neurons"] = table.k.map(live.k.value_counts()).fillna(0).astype(int)
+    fits = fits[fits.neuron.isin(live.neuron)].dropna(subset="explained_variance")
+    best = fits.loc[fits.groupby("k").explained_variance.idxmax(), ["k", "neuron", "explained_variance"]]
+    best = best.rename(columns={"neuron": "best_neuron"}).astype({"best_neuron": "Int64"})
+    return table.merge(best, on="k", how="left")
+
+
+def losses(logits: np.ndarray, trained: np.ndarray, key: np.ndarray) -> dict[str, float]:
+    """Restricted loss (held-out pairs) and excluded loss (trained pairs), and the plain losses; NaN where no pair is.
+
+    Args:
+        logits: [N, N, N] of the core-only sequences.
+        trained: [N, N] which pairs training sees.
+        key: the key frequencies.
+    """
+    n = np.arange(len(logits))
+    answer = (n[:, None] + n) % len(n)
+    key_part = fourier_basis.keep(fourier_basis.mean_by_sum(logits), key)[answer]  # [N, N, N]
+
+    def loss(logits: np.ndarray, pairs: np.ndarray) -> float:
+        chosen = torch.from_numpy(logits[pairs]), torch.from_numpy(answer[pairs])
+        return torch.nn.functional.cross_entropy(*chosen).item()
+
+    return {
+        "restricted_loss": loss(logits.mean((0, 1)) + key_part, ~trained),
+        "excluded_loss": loss(logits - key_part, trained),
+        "held_out_loss": loss(logits, ~trained),
+        "trained_loss": loss(logits, trained),
+    }
+
+
+def loss_curves(folder: Path, params_file: Path, task: Task, trained: np.ndarray, key: np.ndarray) -> pd.DataFrame:
+    """`losses` at every checkpoint: a row a step.
+
+    Raises:
+        InputError: a checkpoint is of another task than the model.
+    """
+    tokens, rows = core_only(task), []
+    for step, weights, config in checkpoints.load_all(folder, params_file):
+        if config.task != task:
+            raise InputError(f"{folder}: the checkpoint of step {step} was made for another task than the model")
+        _, logits = run_model(Circuits.of(weights), tokens)
+        rows.append({"step": step, **losses(logits, trained, key)})
+    return pd.DataFrame(rows)
+
+
+def summary(neurons: pd.DataFrame, frequencies: pd.DataFrame, last: pd.Series) -> dict[str, float | None]:
+    """The scalars of metrics/fourier.json; shares and means are over live neurons."""
+    live = neurons[neurons.live]
+    agreement, shuffled = fourier_basis.phase_agreement(live.k, live.output_phase, live.phase_error)
+    measures = {
+        "best_explained_variance": live.explained_variance.max(),
+        "share_above_085": (live.explained_variance > WELL_FITTED).mean(),
+        "key_logit_share": frequencies.logit_share[frequencies.key].sum(),
+        "same_k_1var": (live.k_1var == live.k).mean(),
+        "same_k_2var": (live.k_2var == live.k).mean(),
+        "correlation_1var": live.correlation_1var.mean(),
+        "correlation_2var": live.correlation_2var.mean(),
+        "phase_cosine": agreement,
+        "phase_cosine_shuffled": shuffled,
+        "restricted_loss": last.restricted_loss,
+        "excluded_loss": last.excluded_loss,
+    }
+    counts = {"live_neurons": len(live), "silent_neurons": len(neurons) - len(live)}
+    counts["key_frequency_count"] = int(frequencies.key.sum())
+    return counts | {name: finite_or_none(value) for name, value in measures.items()}
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Weights to fit.")] = checkpoints.MODEL,
+    checkpoint_folder: Annotated[
+        Path, typer.Option("--checkpoints", help="Folder of the checkpoints that the losses follow.")
+    ] = checkpoints.CHECKPOINTS,
+    data: Annotated[Path, typer.Option(help="Folder with pairs.parquet.")] = Path("data"),
+    out: Annotated[Path, typer.Option(help="Folder below which metrics/, plots/ and data/ are written.")] = Path("."),
+    params_file: Annotated[Path, typer.Option("--params", help="Parameter file.")] = params.PARAMS,
+) -> None:
+    """Fit every neuron by waves, find the key frequencies, and follow restricted and excluded loss through training."""
+    p = params.read(params_file, "fourier", FourierParams)
+    weights, config = checkpoints.load_checked(model, params_file)
+    task, circuits = config.task, Circuits.of(weights)
+    pairs = read_table(data / "pairs.parquet", task)[0].to_pandas()
+    trained = np.zeros((task.N, task.N), dtype=bool)
+    trained[pairs.n1, pairs.n2] = pairs.trained
+
+    rng = np.random.default_rng(p.seed)
+    core_resid, logits = run_model(circuits, core_only(task))
+    resid_mid = {"0var": core_resid}
+    resid_mid |= {form: run_model(circuits, with_variables(task, form, rng))[0] for form in FORMS[1:]}
+    output = (circuits.W_out @ circuits.W_U).T.double().numpy()  # ([M, d] @ [d, N])ᵀ
+    neurons, fits = neuron_tables(resid_mid, circuits.W_in, output)
+    frequencies = frequency_table(logit_shares(logits), p.key_share, neurons, fits)
+    key = frequencies.k[frequencies.key].to_numpy()
+    curves = loss_curves(checkpoint_folder, params_file, task, trained, key)
+
+    shown = frequencies[frequencies.key | (frequencies.explained_variance == frequencies.explained_variance.max())]
+    shown = shown.dropna(subset="best_neuron")
+    pre = by_pair(core_resid @ circuits.W_in[:, shown.best_neuron.astype(int).tolist()])  # [N², d] @ [d, M]
+    W_E = weights["embed.W_E"][: task.N].double().numpy()
+    tables = {
+        "neurons": neurons,
+        "fits": fits,
+        "frequencies": frequencies,
+        "maps": fourier_basis.map_table(pre, shown.k.to_numpy()),
+        "planes": fourier_basis.plane_table(W_E, key),
+        "spectra": fourier_basis.norm_table({"W_E": W_E, "W_out_W_U": output}),
+    }
+    for name, table in tables.items():
+        write_table(out / f"data/fourier/{name}.parquet", [pa.Table.from_pandas(table, preserve_index=False)], task)
+    for folder in ("plots", "metrics"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+    curves.to_csv(out / "plots/fourier.csv", index=False, float_format="%.6g")
+    metrics = summary(neurons, frequencies, curves.iloc[-1])
+    (out / "metrics/fourier.json").write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    params.run(main)
