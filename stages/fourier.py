@@ -19,7 +19,6 @@ final model's logits over the core-only sequences. Two losses follow these logit
 Shapes: N numbers, K = floor(N/2) frequencies, M neurons, d = d_model, T positions.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +34,8 @@ from stages.core import checkpoints, fourier_basis, params
 from stages.core.circuit_form import Circuits, forward
 from stages.core.fourier_basis import BY_N1, BY_N2, BY_SUM, PairWaves
 from stages.core.layouts import Problems, lay_out
-from stages.core.params import InputError, Section, finite_or_none
+from stages.core.outputs import write_csv, write_metrics
+from stages.core.params import InputError, Section
 from stages.core.task import FORMS, Operands, Task, read_table, write_table
 
 SEQUENCES_AT_ONCE = 4096
@@ -209,7 +209,7 @@ def loss_curves(folder: Path, params_file: Path, task: Task, trained: np.ndarray
     return pd.DataFrame(rows)
 
 
-def summary(neurons: pd.DataFrame, frequencies: pd.DataFrame, last: pd.Series) -> dict[str, float | None]:
+def summary(neurons: pd.DataFrame, frequencies: pd.DataFrame, last: pd.Series) -> dict[str, float]:
     """The scalars of metrics/fourier.json; shares and means are over live neurons."""
     live = neurons[neurons.live]
     agreement, shuffled = fourier_basis.phase_agreement(live.k, live.output_phase, live.phase_error)
@@ -228,7 +228,7 @@ def summary(neurons: pd.DataFrame, frequencies: pd.DataFrame, last: pd.Series) -
     }
     counts = {"live_neurons": len(live), "silent_neurons": len(neurons) - len(live)}
     counts["key_frequency_count"] = int(frequencies.key.sum())
-    return counts | {name: finite_or_none(value) for name, value in measures.items()}
+    return counts | measures
 
 
 def main(
@@ -272,11 +272,8 @@ def main(
     }
     for name, table in tables.items():
         write_table(out / f"data/fourier/{name}.parquet", [pa.Table.from_pandas(table, preserve_index=False)], task)
-    for folder in ("plots", "metrics"):
-        (out / folder).mkdir(parents=True, exist_ok=True)
-    curves.to_csv(out / "plots/fourier.csv", index=False, float_format="%.6g")
-    metrics = summary(neurons, frequencies, curves.iloc[-1])
-    (out / "metrics/fourier.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    write_csv(out / "plots/fourier.csv", curves)
+    write_metrics(out / "metrics/fourier.json", summary(neurons, frequencies, curves.iloc[-1]))
 
 
 if __name__ == "__main__":

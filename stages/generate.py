@@ -20,7 +20,7 @@ from stages.core.params import InputError, Section
 from stages.core.task import CONSTANT, FORMS, SPLITS, Operands, Split, Task, trained_pairs, write_table
 from stages.core.text import to_text
 
-CHUNK = 16384  # sequences written at a time, which bounds memory whatever the context
+CHUNK = 2**18  # tokens written at a time, which bounds memory whatever the context
 EXACT = ("0var_exact", "2var_exact")
 TOKEN_TYPE = pa.from_numpy_dtype(TOKEN)
 
@@ -101,8 +101,9 @@ def sequence_tables(
     split: str, task: Task, problems: Problems, rng: np.random.Generator, **marks: bool
 ) -> Iterator[pa.Table]:
     """The problems as sequences, a chunk at a time: split, tokens, answer, text, and marks that hold for all."""
-    for start in range(0, max(1, len(problems)), CHUNK):
-        rows = slice(start, start + CHUNK)
+    sequences = max(1, CHUNK // task.context)
+    for start in range(0, max(1, len(problems)), sequences):
+        rows = slice(start, start + sequences)
         some = replace(problems, n1=problems.n1[rows], n2=problems.n2[rows], operands=problems.operands[rows])
         tokens = lay_out(task, some, rng)
         yield pa.table(
@@ -145,7 +146,7 @@ def main(
     p = params.read(params_file, "generate", GenerateParams)
     trained = trained_pairs(task.N, p.f, p.seed)
     if not trained.any():
-        raise InputError(f"generate.f = {p.f}: no pair of {task.N**2} is trained; must be at least {1 / task.N**2:.2g}")
+        raise InputError(f"generate.f = {p.f}: no pair of {task.N**2} is trained; must be at least 1/{task.N**2}")
     write_table(out / "pairs.parquet", [pair_table(task.N, trained)], task)
     write_table(out / "operands.parquet", [operand_table(task)], task)
     write_table(out / "eval.parquet", eval_tables(task, p, trained), task)

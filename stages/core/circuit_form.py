@@ -100,18 +100,20 @@ def forward(circuits: Circuits, tokens: Tensor) -> Forward:
     attended = _by_row_of_X(pattern1[:, :, -1], tokens, V)  # [H, B, V+T]
     resid = c.X[tokens[:, -1]] + c.X[-1] + (attended @ c.XOV1).sum(0)  # [B, d] after layer 1, last position
 
-    query = resid @ c.QK2  # [B, d] @ [G, d, d]
-    scores = _by_position(query @ c.X.T, tokens, V)  # [G, B, T]
-    for head, XOV in enumerate(c.XOV1):
-        source = _by_position(query @ XOV.T, tokens, V)  # [G, B, T] over j
-        scores = scores + (pattern1[head] @ source.unsqueeze(-1)).squeeze(-1)  # [B, T, T] @ [G, B, T, 1]
+    # Layer 2 reads the same rows from every position: X itself, and what each head of layer 1 makes of X.
+    rows = torch.cat([c.X, *c.XOV1])  # [(1+H)(V+T), d]
+    direct, *moved = (resid @ (c.QK2 @ rows.T)).split(V + T, dim=2)  # [B, d] @ [G, d, (1+H)(V+T)]
+    scores = _by_position(direct, tokens, V)  # [G, B, T]
+    for pattern, through in zip(pattern1, moved, strict=True):
+        source = _by_position(through, tokens, V)  # [G, B, T] over j
+        scores = scores + (pattern @ source.unsqueeze(-1)).squeeze(-1)  # [B, T, T] @ [G, B, T, 1]
     pattern2 = scores.softmax(-1)
 
-    mixed = _by_row_of_X(pattern2, tokens, V) @ c.X  # [G, B, V+T] @ [V+T, d]
-    for head, XOV in enumerate(c.XOV1):
-        through = (pattern2.unsqueeze(-2) @ pattern1[head]).squeeze(-2)  # [G, B, 1, T] @ [B, T, T]
-        mixed = mixed + _by_row_of_X(through, tokens, V) @ XOV
-    resid_mid = resid + (mixed @ c.OV2).sum(0)
+    weights = [_by_row_of_X(pattern2, tokens, V)]  # [G, B, V+T]
+    for pattern in pattern1:
+        source = (pattern2.unsqueeze(-2) @ pattern).squeeze(-2)  # [G, B, 1, T] @ [B, T, T]
+        weights.append(_by_row_of_X(source, tokens, V))
+    resid_mid = resid + (torch.cat(weights, dim=2) @ (rows @ c.OV2)).sum(0)  # [G, B, (1+H)(V+T)] @ [G, (1+H)(V+T), d]
 
     logits = (resid_mid + mlp2(c, resid_mid)) @ c.W_U
     return Forward(pattern1, pattern2, resid_mid, logits)
@@ -126,35 +128,32 @@ class _TableLookup(torch.autograd.Function):
     """S[h, t_i, t_j] + S[h, t_i, V+j] + S[h, V+i, t_j] + S[h, V+i, V+j] as [H, B, T, T].
 
     Plain indexing gives the same; its backward pass (index_put) is slower than the matrix products of a whole step, so
-    that here `bincount` adds the gradients up by table entry, in float64.
+    that here gradients are added up by table entry with `bincount` and `index_add_`, in float64.
     """
 
     @staticmethod
     def forward(ctx: FunctionCtx, S: Tensor, tokens: Tensor) -> Tensor:
         T = tokens.shape[1]
         V = S.shape[1] - T
-        ctx.save_for_backward(tokens)
+        entry = tokens.unsqueeze(2) * V + tokens.unsqueeze(1)  # [B, T, T]
+        ctx.save_for_backward(tokens, entry)
         ctx.V = V
         by_query = S[:, :V, V:].contiguous()[:, tokens]  # [H, B, T, T]
         by_key = S[:, V:, :V].mT.contiguous()[:, tokens].mT  # [H, B, T, T]
-        both = S[:, :V, :V].flatten(1)[:, tokens.unsqueeze(2) * V + tokens.unsqueeze(1)]
+        both = S[:, :V, :V].flatten(1)[:, entry]
         return both.add_(by_query).add_(by_key).add_(S[:, None, V:, V:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        (tokens,) = ctx.saved_tensors
-        V, T = ctx.V, tokens.shape[1]
-        position = torch.arange(T, device=tokens.device)
-        both = (tokens.unsqueeze(2) * V + tokens.unsqueeze(1)).flatten()
-        by_query = (tokens.unsqueeze(2) * T + position).flatten()
-        by_key = (position.unsqueeze(1) * V + tokens.unsqueeze(1)).flatten()
+        tokens, entry = ctx.saved_tensors
+        T, flat = tokens.shape[1], tokens.flatten()
+        V = ctx.V
         table = grad.new_empty(len(grad), V + T, V + T)
-        for head, g in enumerate(grad):
-            g64 = g.to(torch.float64).flatten()
-            table[head, :V, :V] = torch.bincount(both, g64, V * V).view(V, V)
-            table[head, :V, V:] = torch.bincount(by_query, g64, V * T).view(V, T)
-            table[head, V:, :V] = torch.bincount(by_key, g64, T * V).view(T, V)
+        for head, g in enumerate(grad.to(torch.float64)):  # [B, T, T]
+            table[head, :V, :V] = torch.bincount(entry.flatten(), g.flatten(), V * V).view(V, V)
+            table[head, :V, V:] = g.new_zeros(V, T).index_add_(0, flat, g.reshape(-1, T))
+            table[head, V:, :V] = g.new_zeros(V, T).index_add_(0, flat, g.mT.reshape(-1, T)).T
         table[:, V:, V:] = grad.sum(1)
         return table, None
 

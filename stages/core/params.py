@@ -4,7 +4,6 @@
 entry point of a stage: an `InputError` ends it with one line on standard error and exit code 1.
 """
 
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,11 +107,6 @@ def read(path: Path, name: str, section: type[S]) -> S:
     if not isinstance(values, dict) or name not in values:
         raise InputError(f"{path} has no section {name!r}")
     return section.parse(values[name], name)
-
-
-def finite_or_none(value: float) -> float | None:
-    """A number as metrics files hold it: finite, or null."""
-    return float(value) if math.isfinite(value) else None
 
 
 def run(main: Callable[..., None]) -> None:

@@ -21,8 +21,10 @@ def to_text(task: Task, tokens: np.ndarray) -> str:
     Raises:
         InputError: the tokens are no sequence of this task.
     """
-    ids = tokens.tolist()
-    words = [t for t in ids[: task.prefix] if t != task.padding]
+    if tokens.shape != (task.context,):
+        raise InputError(f"a sequence of this task is {task.context} tokens, not an array of shape {tokens.shape}")
+    ids, padding = tokens.tolist(), task.padding
+    words = [t for t in ids[: task.prefix] if t != padding]
     plus, left, right, equals = ids[task.prefix :]
     variables, numbers = words[::2], words[1::2]
     if (
@@ -66,12 +68,15 @@ def to_tokens(task: Task, text: str) -> np.ndarray:
     match = re.fullmatch(r"([^=+]+)\+([^=+]+)", core)
     if not match:
         raise InputError(f"{core!r} is no sum such as b+19: a problem ends in one, as in {EXAMPLE}")
-    operands = [_operand(task, word.strip(), core) for word in match.groups()]
-    for operand in operands:
-        if operand >= task.first_variable and operand not in words[::2]:
-            raise InputError(f"variable {task.names[operand - task.first_variable]} is used but never assigned")
+    left, right = (word.strip() for word in match.groups())
+    assigned = [task.names[variable - task.first_variable] for variable in words[::2]]
+    for word in (left, right):
+        if re.fullmatch("[a-z]", word) and word not in assigned:
+            unknown = "" if word in task.names else f" (the variables of this task are a to {task.names[-1]})"
+            raise InputError(f"variable {word} is used but never assigned{unknown}")
+    operands = [_operand(task, word, core) for word in (left, right)]
     if operands[0] == operands[1] >= task.first_variable:
-        raise InputError(f"{core} is not part of the task: two variables must be different")
+        raise InputError(f"{left}+{right} is not part of the task: two variables must be different")
     if len(words) > task.prefix:
         raise InputError(f"{len(assignments)} assignments do not fit a context of {task.context}")
     padding = [task.padding] * (task.prefix - len(words))
@@ -81,9 +86,10 @@ def to_tokens(task: Task, text: str) -> np.ndarray:
 def _operand(task: Task, word: str, part: str) -> int:
     """Token id of a number or a variable; `part` is what the message points at."""
     if re.fullmatch(r"[0-9]+", word):
-        if int(word) >= task.N:
+        digits = word.lstrip("0") or "0"
+        if len(digits) > len(str(task.N)) or int(digits) >= task.N:  # int() itself refuses thousands of digits
             raise InputError(f"{word} is not below N = {task.N}")
-        return int(word)
+        return int(digits)
     if len(word) == 1 and word in task.names:
         return task.first_variable + task.names.index(word)
     raise InputError(

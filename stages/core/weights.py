@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialise
 from torch import Tensor
 
 from stages.core.params import InputError, Section
@@ -74,9 +74,8 @@ def save(path: Path, weights: Weights, config: Config) -> None:
     """Write a safetensors file whose metadata holds the config, complete or not at all."""
     metadata = {"config": json.dumps({"task": config.task.model_dump(), "model": config.model.model_dump()})}
     partial = path.with_name(path.name + ".partial")
-    save_file(
-        {name: w.detach().to("cpu", torch.float32).contiguous() for name, w in weights.items()}, partial, metadata
-    )
+    tensors = {name: w.detach().to("cpu", torch.float32).contiguous() for name, w in weights.items()}
+    partial.write_bytes(serialise(tensors, metadata))  # unlike save_file, readable for whom the umask allows it
     os.replace(partial, path)
 
 

@@ -18,32 +18,41 @@ WORDS = {
     "spike": "after the spike",
     "final": "end",
 }
+GIVEN = {
+    ("own", "own"): "as it is",
+    ("routed", "own"): "layer 1 routed",
+    ("routed", "orthonormal"): "layer 1 routed,\n$V$ orthonormal",
+}  # which of the theory's assumptions are put in by hand: layer 1, V
+IDEAL = ("routed", "orthonormal", "ideal")
 
 
 def blocks_beside_identity(blocks: pd.DataFrame, identity: pd.DataFrame, measures: pd.DataFrame) -> Figure:
-    """The gradient's block at each moment, with layer 1 as it is (top) and routed by hand (bottom); then the final block.
+    """The gradient's block at each moment, one row for each of `GIVEN`; last, what was learned and what theory says.
 
     Args:
-        blocks: (step, moment, layer1, form, query, key, value); the form ``both`` is drawn.
+        blocks: (step, moment, layer1, V, form, query, key, value); the form ``both`` is drawn.
         identity: (query, key, value) of the final V QK2 Vᵀ.
         measures: the table of plots/gradient.csv.
     """
-    blocks, measures = (table[table.form == "both"] for table in (blocks, measures))
-    moments = [moment for moment in WORDS if moment in set(blocks.moment)]
-    fig, axes = style.figure(style.PAGE, 3.1, 2, len(moments) + 1, squeeze=False)
-    for row, layer1 in enumerate(("own", "routed")):
+    keys = ["form", "layer1", "V", "moment"]
+    blocks, cosines = dict(list(blocks.groupby(keys))), measures.set_index(keys).cosine_identity
+    moments = [moment for moment in WORDS if ("both", "own", "own", moment) in blocks]
+    fig, axes = style.figure(style.PAGE, 4.3, len(GIVEN), len(moments) + 1, squeeze=False)
+    for row, (given, words) in enumerate(GIVEN.items()):
         for ax, moment in zip(axes[row], moments, strict=False):
-            here = {"moment": moment, "layer1": layer1}
-            block, measured = (table[(table[list(here)] == pd.Series(here)).all(axis=1)] for table in (blocks, measures))
+            block = blocks["both", *given, moment]
             draw_block(ax, block)
-            ax.set_xlabel(f"cosine {measured.cosine_identity.item():+.2f}")
+            ax.set_xlabel(f"cosine {cosines['both', *given, moment]:+.2f}".replace("-", "\N{MINUS SIGN}"))
             if row == 0:
                 ax.set_title(f"{WORDS[moment]}\nstep {block.step.iloc[0]:,}")
-        axes[row, 0].set_ylabel({"own": "layer 1 as it is", "routed": "layer 1 routed\nby hand"}[layer1])
-    draw_block(axes[0, -1], identity)
-    axes[0, -1].set_title("learned\n$V\\,QK_2V^\\top$")
-    draw_block(axes[1, -1], blocks[blocks.moment == "ideal"])
-    axes[1, -1].set_title("idealised model")
+        axes[row, 0].set_ylabel(words)
+        axes[row, -1].set_axis_off()
+    last = {0: (identity, "learned:\n$V\\,QK_2V^\\top$"), 2: (blocks["both", *IDEAL], "idealised\nmodel")}
+    for row, (block, words) in last.items():
+        ax = axes[row, -1]
+        ax.set_axis_on()
+        draw_block(ax, block)
+        ax.set_title(words)
     return fig
 
 
