@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from stages.core import params
-from stages.draw import evaluate, fourier, progress, style
+from stages.draw import evaluate, fourier, gradient, progress, style
 
-DRAWN = (evaluate, progress, fourier)
+DRAWN = (evaluate, progress, fourier, gradient)
 
 
 def main(

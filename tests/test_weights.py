@@ -87,12 +87,13 @@ def test_weights_saved_twice_are_the_same_bytes(saved: Path, tmp_path: Path, tin
 def test_a_save_that_breaks_off_leaves_the_old_file(
     saved: Path, tiny_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def break_off(tensors: object, path: Path, metadata: object) -> None:
-        path.write_bytes(b"half")
+    def break_off(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[: len(data) // 2])
         raise OSError("No space left on device")
 
     before = saved.read_bytes()
-    monkeypatch.setattr(module, "save_file", break_off)
+    monkeypatch.setattr(Path, "write_bytes", break_off)
     with pytest.raises(OSError):
         save(saved, initialise(tiny_config, 1), tiny_config)
     assert saved.read_bytes() == before

@@ -37,22 +37,25 @@ def blocks_beside_identity(blocks: pd.DataFrame, identity: pd.DataFrame, measure
     keys = ["form", "layer1", "V", "moment"]
     blocks, cosines = dict(list(blocks.groupby(keys))), measures.set_index(keys).cosine_identity
     moments = [moment for moment in WORDS if ("both", "own", "own", moment) in blocks]
-    fig, axes = style.figure(style.PAGE, 4.3, len(GIVEN), len(moments) + 1, squeeze=False)
+    fig, axes = style.figure(style.PAGE, 4.4, len(GIVEN), len(moments) + 1, squeeze=False)
     for row, (given, words) in enumerate(GIVEN.items()):
         for ax, moment in zip(axes[row], moments, strict=False):
             block = blocks["both", *given, moment]
             draw_block(ax, block)
-            ax.set_xlabel(f"cosine {cosines['both', *given, moment]:+.2f}".replace("-", "\N{MINUS SIGN}"))
+            cosine = round(cosines["both", *given, moment], 2) + 0.0  # adding 0 makes -0 plain
+            ax.set_xlabel(f"cosine {cosine:.2f}".replace("-", "\N{MINUS SIGN}"))
             if row == 0:
-                ax.set_title(f"{WORDS[moment]}\nstep {block.step.iloc[0]:,}")
+                ax.set_title(f"{WORDS[moment]}\nstep {int(block.step.iloc[0]):,}")
         axes[row, 0].set_ylabel(words)
         axes[row, -1].set_axis_off()
-    last = {0: (identity, "learned:\n$V\\,QK_2V^\\top$"), 2: (blocks["both", *IDEAL], "idealised\nmodel")}
-    for row, (block, words) in last.items():
-        ax = axes[row, -1]
-        ax.set_axis_on()
-        draw_block(ax, block)
-        ax.set_title(words)
+    for row, block in {0: identity, -1: blocks["both", *IDEAL]}.items():
+        axes[row, -1].set_axis_on()
+        draw_block(axes[row, -1], block)
+    axes[0, -1].set_title("learned:\n$V\\,QK_2V^\\top$")
+    axes[-1, -1].set_xlabel("idealised model")
+    fig.supxlabel(
+        "row: variable seen by =, column: variable seen by a number; full colour: each block's largest entry", size=8
+    )
     return fig
 
 
