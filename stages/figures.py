@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from stages.core import params
-from stages.draw import evaluate, fourier, gradient, progress, style
+from stages.draw import evaluate, fourier, gradient, interventions, progress, style
 
-DRAWN = (evaluate, progress, fourier, gradient)
+DRAWN = (evaluate, progress, fourier, gradient, interventions)
 
 
 def main(

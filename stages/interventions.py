@@ -1,0 +1,286 @@
+"""Causal tests: exchange or remove one activation and see what becomes of the answer (paper, part on the circuits).
+
+The paper argues from similarity; these experiments intervene, through TransformerLens hooks.
+
+**Interchange.** A target run gets one activation from a donor run; what is exchanged, the counterfactual answer and the
+placebo of each experiment are defined in `stages.core.interchange`.
+
+**Ablation.** An activation is replaced by its mean over the batch: at each position, over those sequences of all three
+forms in which the position belongs to the site, so that neither the sequence nor its form can be read from it. The
+sites in layer 1 are the numbers of the prefix, ``=``, and all other positions.
+
+Shapes: B sequences of T tokens (b in a batch), d = d_model.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from pydantic import Field
+from torch import Tensor
+
+from stages.core import params
+from stages.core.bridge import to_bridge
+from stages.core.checkpoints import CHECKPOINTS, find, load_checked, read_moments
+from stages.core.interchange import EXPERIMENTS, LAYER1, Interchange, answers, draw_problems, draw_scene
+from stages.core.layouts import lay_out
+from stages.core.outputs import write_csv, write_metrics
+from stages.core.params import InputError, Section
+from stages.core.task import FORMS, Task
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+LAYER2 = "blocks.1.hook_attn_out"
+MLP2_OUTPUT = "blocks.1.hook_mlp_out"
+PHASES = ("addition", "assignment", "refinement")
+BATCH = 1024  # sequences at a time
+INTERCHANGE_COLUMNS = (
+    *("experiment", "form", "side", "variant"),
+    *("accuracy_counterfactual", "accuracy_original", "unchanged", "n"),
+)
+ABLATION_COLUMNS = ("ablated", "form", "accuracy", "n")
+
+Hooks = list[tuple[str, Callable[..., Tensor]]]
+
+
+class InterventionsParams(Section):
+    """Section ``interventions``: how many sequences of each form an experiment has, and the seed that draws them."""
+
+    sequences: int = Field(ge=1, le=1_000_000)
+    seed: int = Field(ge=0, lt=2**63)
+
+
+def _last(activation: Tensor, hook: Any) -> Tensor:
+    """[b, T, d] → [b, 1, d]."""
+    return activation[:, -1:]
+
+
+# Only the last position's logits are read, so that only this position is computed where no other part reads the rest.
+# The result is added to the residual stream at every position: right at the last one, and everywhere for layer 1's MLP,
+# which is zero.
+ONLY_LAST: Hooks = [(f"blocks.{part}.hook_in", _last) for part in ("0.mlp.in", "1.attn.o", "1.mlp.in")]
+
+
+def to_tensor(tokens: np.ndarray) -> Tensor:
+    """Token ids as torch indexes with them."""
+    return torch.from_numpy(tokens.astype(np.int64))
+
+
+def batches(size: int) -> Iterator[slice]:
+    """0..size in parts of `BATCH`."""
+    return (slice(start, start + BATCH) for start in range(0, size, BATCH))
+
+
+@torch.no_grad()
+def predict(
+    bridge: "TransformerBridge", tokens: np.ndarray, hooks: Callable[[slice], Hooks] | None = None
+) -> np.ndarray:
+    """The model's answers [B] to tokens [B, T]; `hooks` gives what is at work while a batch of them runs."""
+    predicted = []
+    for rows in batches(len(tokens)):
+        at_work = hooks(rows) if hooks else []
+        logits = bridge.run_with_hooks(to_tensor(tokens[rows]), fwd_hooks=[*at_work, *ONLY_LAST])  # [b, T, N]
+        predicted.append(logits[:, -1].argmax(-1))
+    return torch.cat(predicted).numpy()
+
+
+@torch.no_grad()
+def activations(bridge: "TransformerBridge", tokens: np.ndarray, *names: str) -> Mapping[str, Tensor]:
+    """Activations by hook name, each [b, T, d], or [b, 1, d] for what is only computed at the last position."""
+    stop = 1 if names == (LAYER1,) else None
+    with bridge.hooks(fwd_hooks=ONLY_LAST):
+        return bridge.run_with_cache(to_tensor(tokens), names_filter=list(names), stop_at_layer=stop)[1]
+
+
+def patch(bridge: "TransformerBridge", x: Interchange, donors: np.ndarray, rows: slice) -> Hooks:
+    """What puts the activation of `donors` [B, T] into the targets of a batch."""
+    positions = torch.from_numpy(x.positions[rows])
+    index = torch.arange(len(positions))[:, None], positions  # [b, 1], [b, P]
+    value = activations(bridge, donors[rows], x.hook)[x.hook][index]  # [b, P, d]
+    if x.base is not None:
+        value = value - activations(bridge, x.base[rows], x.hook)[x.hook][index]
+
+    def put(activation: Tensor, hook: Any) -> Tensor:
+        return activation.index_put(index, value, accumulate=x.base is not None)
+
+    return [(x.hook, put)]
+
+
+def judge(task: Task, x: Interchange, predicted: np.ndarray, unpatched: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Compare predictions [B] with the counterfactual and the original answers, and with those without a patch.
+
+    Yields:
+        for either side: side (of the asked variable), accuracy_counterfactual, accuracy_original, unchanged, n.
+    """
+    counterfactual, original = answers(task, x.donors), answers(task, x.scene.tokens)
+    for side, name in enumerate(("left", "right")):
+        rows = x.scene.side == side
+        if rows.any():
+            yield {
+                "side": name,
+                "accuracy_counterfactual": (predicted == counterfactual)[rows].mean(),
+                "accuracy_original": (predicted == original)[rows].mean(),
+                "unchanged": (predicted == unpatched)[rows].mean(),
+                "n": rows.sum(),
+            }
+
+
+def interchange(
+    bridge: "TransformerBridge", task: Task, size: int, rng: np.random.Generator
+) -> Iterator[dict[str, Any]]:
+    """Every experiment on `size` sequences of each form, or on as many as the task has.
+
+    Yields:
+        `INTERCHANGE_COLUMNS`; the variants are ``unpatched``, ``interchange`` and ``placebo``.
+    """
+    for form in (1, 2):
+        scene = draw_scene(task, form, size, rng)
+        plain = predict(bridge, scene.tokens) if len(scene) else None
+        for make in EXPERIMENTS:
+            x = make(task, scene, rng)
+            if not len(x.scene):
+                continue
+            unpatched = plain if x.targets is scene.tokens else predict(bridge, x.targets)
+            predictions = {"unpatched": unpatched}
+            for variant, donors in (("interchange", x.donors), ("placebo", x.placebos)):
+                predictions[variant] = predict(bridge, x.targets, partial(patch, bridge, x, donors))
+            for variant, predicted in predictions.items():
+                for row in judge(task, x, predicted, unpatched):
+                    yield {"experiment": make.__name__, "form": FORMS[form], "variant": variant, **row}
+
+
+def ablation_sites(task: Task, tokens: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
+    """By name, the hook of what is ablated and the positions, bool [b, T], where it is."""
+    position = np.arange(task.context)
+    numbers = (tokens < task.N) & (position < task.prefix)
+    equals = np.tile(position == task.context - 1, (len(tokens), 1))
+    return {
+        "layer1_numbers": (LAYER1, numbers),
+        "layer1_equals": (LAYER1, equals),
+        "layer1_elsewhere": (LAYER1, ~(numbers | equals)),
+        "layer2_attention": (LAYER2, equals),
+        "mlp2": (MLP2_OUTPUT, equals),
+    }
+
+
+def site_means(bridge: "TransformerBridge", task: Task, tokens: np.ndarray) -> dict[str, Tensor]:
+    """For each ablation, the mean activation at each position, over the sequences where it is part of the site.
+
+    Returns:
+        by name [T, d], or [1, d] for what is only computed at the last position.
+    """
+    sums, counts = defaultdict(int), defaultdict(int)
+    for rows in batches(len(tokens)):
+        cache = activations(bridge, tokens[rows], LAYER1, LAYER2, MLP2_OUTPUT)
+        for name, (hook, site) in ablation_sites(task, tokens[rows]).items():
+            here = torch.from_numpy(site)[:, -cache[hook].shape[1] :].to(cache[hook].dtype)  # [b, T] or [b, 1]
+            sums[name] += torch.einsum("bt,btd->td", here, cache[hook])
+            counts[name] += here.sum(0)[:, None]
+    return {name: sums[name] / counts[name].clamp(min=1) for name in sums}
+
+
+def ablation(task: Task, tokens: np.ndarray, name: str, mean: Tensor, rows: slice) -> Hooks:
+    """What sets one site to its mean in a batch."""
+    hook_name, site = ablation_sites(task, tokens[rows])[name]
+
+    def put(activation: Tensor, hook: Any) -> Tensor:
+        return torch.where(torch.from_numpy(site)[:, -activation.shape[1] :, None], mean, activation)
+
+    return [(hook_name, put)]
+
+
+def ablate(bridge: "TransformerBridge", task: Task, size: int, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    """Accuracy with nothing and with each site ablated, on `size` sequences of each form.
+
+    Yields:
+        `ABLATION_COLUMNS`.
+    """
+    tokens = np.concatenate([lay_out(task, draw_problems(task, form, size, rng), rng) for form in range(len(FORMS))])
+    right = answers(task, tokens)
+    predictions = {"nothing": predict(bridge, tokens)}
+    for name, mean in site_means(bridge, task, tokens).items():
+        predictions[name] = predict(bridge, tokens, partial(ablation, task, tokens, name, mean))
+    for name, predicted in predictions.items():
+        for form, hits in zip(FORMS, np.split(predicted == right, len(FORMS)), strict=True):
+            yield {"ablated": name, "form": form, "accuracy": hits.mean(), "n": size}
+
+
+def moments(steps: list[int], phases: Mapping[str, int | None], where: str) -> dict[str, int]:
+    """The checkpoints to test, by name: before and at each phase that was reached, and the last (``final``).
+
+    Raises:
+        InputError: a phase is at a step of which there is no checkpoint.
+    """
+    found = {}
+    for phase in PHASES:
+        step = phases[phase]
+        if step is None:
+            continue
+        if step not in steps:
+            raise InputError(
+                f"{where} puts {phase} at step {step}, of which there is no checkpoint: run progress again"
+            )
+        before = [earlier for earlier in steps if earlier < step]
+        found |= {f"before {phase}": before[-1]} if before else {}
+        found[phase] = step
+    return found | {"final": steps[-1]}
+
+
+def by_moment(rows: Mapping[int, list[dict]], named: Mapping[str, int], columns: tuple[str, ...]) -> pd.DataFrame:
+    """The rows of each step under the name of each moment that it is: step, moment, then `columns`."""
+    table = [{"step": step, "moment": moment, **row} for moment, step in named.items() for row in rows[step]]
+    return pd.DataFrame(table, columns=["step", "moment", *columns])
+
+
+def summary(interchanges: pd.DataFrame, ablations: pd.DataFrame) -> dict[str, float | None]:
+    """What metrics/interventions.json holds, all of the final checkpoint.
+
+    How often each interchange gives the counterfactual answer, over both forms; the smallest share of predictions that
+    a placebo leaves; and accuracy on 2var sequences, for which every part has work to do, with each site ablated.
+    """
+    final = interchanges[interchanges["moment"] == "final"]
+    swapped = final[final["variant"] == "interchange"]
+    hits = (swapped["accuracy_counterfactual"] * swapped["n"]).groupby(swapped["experiment"]).sum()
+    share = hits / swapped.groupby("experiment")["n"].sum()
+    left = ablations[(ablations["moment"] == "final") & (ablations["form"] == "2var")].set_index("ablated")["accuracy"]
+    return {
+        **{make.__name__: share.get(make.__name__) for make in EXPERIMENTS},
+        "placebo_unchanged_min": final.loc[final["variant"] == "placebo", "unchanged"].min(),
+        **{f"ablated_{name}_2var": left[name] for name in left.index if name != "nothing"},
+    }
+
+
+def main(
+    checkpoints: Annotated[Path, typer.Option(help="Folder of checkpoints.")] = CHECKPOINTS,
+    out: Annotated[Path, typer.Option(help="Folder with metrics/progress.json; results go below it.")] = Path("."),
+    params_file: Annotated[Path, typer.Option("--params", help="Parameter file.")] = params.PARAMS,
+) -> None:
+    """Intervene at the final checkpoint and on both sides of each phase that was reached."""
+    p = params.read(params_file, "interventions", InterventionsParams)
+    files = find(checkpoints)
+    progress = out / "metrics/progress.json"
+    named = moments(list(files), read_moments(progress), str(progress))
+
+    rows, ablation_rows = {}, {}
+    for step in sorted(set(named.values())):
+        weights, config = load_checked(files[step], params_file)
+        bridge, rng = to_bridge(weights, config), np.random.default_rng(p.seed)  # the same sequences at every step
+        rows[step] = list(interchange(bridge, config.task, p.sequences, rng))
+        ablation_rows[step] = list(ablate(bridge, config.task, p.sequences, rng))
+    interchanges = by_moment(rows, named, INTERCHANGE_COLUMNS)
+    ablations = by_moment(ablation_rows, named, ABLATION_COLUMNS)
+
+    write_csv(out / "plots/interventions.csv", interchanges)
+    write_csv(out / "plots/interventions_ablation.csv", ablations)
+    write_metrics(out / "metrics/interventions.json", summary(interchanges, ablations))
+
+
+if __name__ == "__main__":
+    params.run(main)
