@@ -18,17 +18,18 @@ import typer
 from pydantic import Field
 from torch import Tensor
 
-from stages.core import checkpoints, params, refinement
-from stages.core.adder import additivity, one_adder, write_out
+from stages.core import checkpoints, params
 from stages.core.attention import attention_table
 from stages.core.checkpoints import load_checked
 from stages.core.circuit_form import Circuits
-from stages.core.decomposition import BEST_WRONG, PARTS, held_out_sides, score_decomposition
 from stages.core.layouts import Problems, lay_out
 from stages.core.outputs import write_metrics
 from stages.core.params import InputError, Section
 from stages.core.task import Operands, Task, write_table
 from stages.core.weights import Config
+from stages.parts import refinement
+from stages.parts.adder import additivity, one_adder, write_out
+from stages.parts.decomposition import BEST_WRONG, PARTS, held_out_sides, score_decomposition
 
 FINAL = "final"
 BEFORE_FINAL = ("spike_before", "spike", "assignment")

@@ -30,13 +30,14 @@ import typer
 from pydantic import Field
 from torch import Tensor
 
-from stages.core import checkpoints, fourier_basis, params
+from stages.core import checkpoints, params
 from stages.core.circuit_form import Circuits, forward
-from stages.core.fourier_basis import BY_N1, BY_N2, BY_SUM, PairWaves
 from stages.core.layouts import Problems, lay_out
 from stages.core.outputs import write_csv, write_metrics
 from stages.core.params import InputError, Section
 from stages.core.task import FORMS, Operands, Task, read_table, write_table
+from stages.parts import fourier_basis
+from stages.parts.fourier_basis import BY_N1, BY_N2, BY_SUM, PairWaves
 
 SEQUENCES_AT_ONCE = 4096
 VALUES_AT_ONCE = 2**24  # pre-activations held at a time; with the line above, what bounds memory for large N
@@ -90,6 +91,7 @@ def neuron_tables(resid_mid: dict[str, Tensor], W_in: Tensor, output: np.ndarray
     Returns:
         a row a neuron (`describe`), and a row for each neuron and k (`PairWaves.table`).
     """
+    resid_mid, W_in = {form: resid.double() for form, resid in resid_mid.items()}, W_in.double()
     at_once = max(1, VALUES_AT_ONCE // len(resid_mid["0var"]))
     neurons, fits = [], []
     for first in range(0, output.shape[1], at_once):

@@ -2,7 +2,7 @@
 
 Layer 2's query at ``=`` has to find the numbers that the operands were assigned. The account: once addition is learned
 and layer 1 routes, the negative gradient of the loss on layer 2's query-key matrix is an associative memory that maps
-each variable to itself. Here that is derived for an idealised model (`stages.core.idealised`), the derivation is
+each variable to itself. Here that is derived for an idealised model (`stages.parts.idealised`), the derivation is
 compared with automatic differentiation, and the same gradient is measured on real checkpoints.
 
 Notation: a sequence has T tokens t_j, the last is ``=``, and the answer y. x_j is the residual stream after layer 1 at
@@ -55,14 +55,14 @@ from pydantic import Field
 from torch import Tensor
 
 from stages.core import checkpoints, params
-from stages.core.assumptions import assumptions, use_of_positions, variable_images
 from stages.core.circuit_form import Circuits, forward
-from stages.core.idealised import ideal_circuits, product_adder, routed, use_under_product_adder
 from stages.core.layouts import Problems, lay_out
 from stages.core.outputs import write_csv, write_metrics
 from stages.core.params import InputError, Section
 from stages.core.task import FORMS, Operands, Task, read_table, write_table
 from stages.core.weights import Weights
+from stages.parts.assumptions import assumptions, use_of_positions, variable_images
+from stages.parts.idealised import ideal_circuits, product_adder, routed, use_under_product_adder
 
 REACHED = ("addition", "spike_before", "spike")  # moments between the first and the last checkpoint
 

@@ -3,7 +3,7 @@
 The paper argues from similarity; these experiments intervene, through TransformerLens hooks.
 
 **Interchange.** A target run gets one activation from a donor run; what is exchanged, the counterfactual answer and the
-placebo of each experiment are defined in `stages.core.interchange`.
+placebo of each experiment are defined in `stages.parts.interchange`.
 
 **Ablation.** An activation is replaced by its mean over the batch: at each position, over those sequences of all three
 forms in which the position belongs to the site, so that neither the sequence nor its form can be read from it. The
@@ -28,11 +28,11 @@ from torch import Tensor
 from stages.core import params
 from stages.core.bridge import to_bridge
 from stages.core.checkpoints import CHECKPOINTS, find, load_checked, read_moments
-from stages.core.interchange import EXPERIMENTS, LAYER1, Interchange, answers, draw_problems, draw_scene
 from stages.core.layouts import lay_out
 from stages.core.outputs import write_csv, write_metrics
 from stages.core.params import InputError, Section
 from stages.core.task import FORMS, Task
+from stages.parts.interchange import EXPERIMENTS, LAYER1, Interchange, answers, draw_problems, draw_scene
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -22,13 +22,19 @@ from stages.circuits import (
     score_margin,
     summary,
 )
-from stages.core import refinement
-from stages.core.adder import additivity, one_adder, other_pairs, scale_r2, write_out
 from stages.core.attention import attention_table
 from stages.core.bridge import from_state_dict
 from stages.core.checkpoints import MOMENTS
 from stages.core.circuit_form import Circuits, forward
-from stages.core.decomposition import (
+from stages.core.layouts import Problems, lay_out, values
+from stages.core.params import InputError
+from stages.core.task import Operands, Task, read_table
+from stages.core.text import to_text, to_tokens
+from stages.core.weights import Config, ModelConfig, Weights, checkpoint_name, initialise, save
+from stages.draw import circuits as draw
+from stages.parts import refinement
+from stages.parts.adder import additivity, one_adder, other_pairs, scale_r2, write_out
+from stages.parts.decomposition import (
     BEST_WRONG,
     PARTS,
     attn2_out,
@@ -38,12 +44,6 @@ from stages.core.decomposition import (
     score2_parts,
     score_decomposition,
 )
-from stages.core.layouts import Problems, lay_out, values
-from stages.core.params import InputError
-from stages.core.task import Operands, Task, read_table
-from stages.core.text import to_text, to_tokens
-from stages.core.weights import Config, ModelConfig, Weights, checkpoint_name, initialise, save
-from stages.draw import circuits as draw
 
 
 def with_heads(config: Config, n_heads: int) -> Config:

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages import fourier, generate
-from stages.core import fourier_basis, layouts, weights
+from stages.core import layouts, weights
 from stages.core.circuit_form import Circuits
-from stages.core.fourier_basis import BY_DIFFERENCE, BY_SUM, PairWaves
 from stages.core.params import InputError
 from stages.core.task import Operands, Task, read_table, trained_pairs
 from stages.core.weights import Config, ModelConfig
 from stages.draw import fourier as draw
 from stages.draw import style
+from stages.parts import fourier_basis
+from stages.parts.fourier_basis import BY_DIFFERENCE, BY_SUM, PairWaves
 
 SIZES = (2, 3, 5, 12, 59)  # prime, composite, even, and small enough for K = 1
 

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from stages import generate, gradient
 from stages.core import weights as files
-from stages.core.assumptions import assumptions, use_of_positions, variable_images
 from stages.core.circuit_form import Circuits, forward
-from stages.core.idealised import ideal_circuits, product_adder, routed, use_under_product_adder
 from stages.core.layouts import value_positions
 from stages.core.params import InputError
 from stages.core.task import FORMS, Operands, Task, read_table, trained_pairs
@@ -25,6 +23,8 @@ from stages.core.text import to_tokens
 from stages.core.weights import Config, ModelConfig, initialise
 from stages.draw import gradient as draw
 from stages.draw import style
+from stages.parts.assumptions import assumptions, use_of_positions, variable_images
+from stages.parts.idealised import ideal_circuits, product_adder, routed, use_under_product_adder
 
 SECTIONS = """
 task: {N: 7, variables: 4, context: 10, left_only: 1, right_only: 1}

@@ -15,7 +15,12 @@ from torch import Tensor
 from stages import interventions
 from stages.core.bridge import to_bridge
 from stages.core.circuit_form import Circuits, forward, mlp2
-from stages.core.interchange import (
+from stages.core.layouts import lay_out, value_positions, values
+from stages.core.params import InputError
+from stages.core.task import CONSTANT, Task
+from stages.core.weights import Config, ModelConfig, Weights, checkpoint_name, initialise, save
+from stages.draw import interventions as draw
+from stages.parts.interchange import (
     EXPERIMENTS,
     answers,
     draw_problems,
@@ -27,11 +32,6 @@ from stages.core.interchange import (
     mlp2_input,
     mlp2_input_one_operand,
 )
-from stages.core.layouts import lay_out, value_positions, values
-from stages.core.params import InputError
-from stages.core.task import CONSTANT, Task
-from stages.core.weights import Config, ModelConfig, Weights, checkpoint_name, initialise, save
-from stages.draw import interventions as draw
 from tests.hand_built import hand_built
 
 SMALL = Task(N=5, variables=5, context=12, left_only=1, right_only=1)

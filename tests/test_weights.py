@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stages.core import weights as module
 from stages.core.params import InputError
 from stages.core.weights import Config, check_config, checkpoint_name, initialise, load, save
 

@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from stages.core.decomposition import BEST_WRONG, PARTS
-from stages.core.refinement import SIDES
 from stages.core.task import read_table
 from stages.draw import style
+from stages.parts.decomposition import BEST_WRONG, PARTS
+from stages.parts.refinement import SIDES
 
 MOMENT_WORDS = {
     "spike_before": "before the spike",

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from stages.core.circuit_form import Circuits, forward
-from stages.core.decomposition import attn2_out, batches
 from stages.core.layouts import Problems, lay_out, value_positions, values
 from stages.core.task import Operands, Task
+from stages.parts.decomposition import attn2_out, batches
 
 
 def write_out(task: Task, tokens: np.ndarray, which: np.ndarray) -> np.ndarray:

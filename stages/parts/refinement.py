@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from stages.core.circuit_form import Circuits, forward
-from stages.core.decomposition import batches, held_out_sides
 from stages.core.layouts import Problems, lay_out
 from stages.core.task import Operands, Task
+from stages.parts.decomposition import batches, held_out_sides
 
 SIDES = ("left", "right")
 
