@@ -24,6 +24,7 @@ BATCH = 2048  # sequences at a time: enough to keep the matrix products busy, fe
 LAST = 10  # checkpoints that the means at the end are over
 EVERY_CHECKPOINT = (*(split.name for split in SPLITS), "0var_exact")
 LAST_CHECKPOINT = "2var_exact"
+COLUMNS = ("split", "tokens", "answer")
 
 Sequences = tuple[Tensor, Tensor]
 
@@ -34,8 +35,8 @@ def load_sequences(folder: Path) -> tuple[dict[str, Sequences], Task]:
     Raises:
         InputError: a file is missing, damaged or for another task than the other one.
     """
-    evaluation, task = read_table(folder / "eval.parquet")
-    exact, _ = read_table(folder / "exact.parquet", task)
+    evaluation, task = read_table(folder / "eval.parquet", columns=COLUMNS)
+    exact, _ = read_table(folder / "exact.parquet", task, COLUMNS)
     found = {}
     for table in (evaluation, exact):
         names = table.column("split").to_numpy()

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from stages.core import params
-from stages.draw import circuits, evaluate, fourier, gradient, interventions, progress, style
+from stages.draw import circuits, evaluate, fourier, gradient, interventions, probe, progress, style
 
-DRAWN = (evaluate, progress, circuits, fourier, gradient, interventions)
+DRAWN = (evaluate, progress, circuits, fourier, probe, gradient, interventions)
 
 
 def main(

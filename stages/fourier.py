@@ -35,7 +35,7 @@ from stages.core.circuit_form import Circuits, forward
 from stages.core.layouts import Problems, lay_out
 from stages.core.outputs import write_csv, write_metrics
 from stages.core.params import InputError, Section
-from stages.core.task import FORMS, Operands, Task, read_table, write_table
+from stages.core.task import FORMS, Operands, Task, read_trained_pairs, write_table
 from stages.parts import fourier_basis
 from stages.parts.fourier_basis import BY_N1, BY_N2, BY_SUM, PairWaves
 
@@ -246,9 +246,7 @@ def main(
     p = params.read(params_file, "fourier", FourierParams)
     weights, config = checkpoints.load_checked(model, params_file)
     task, circuits = config.task, Circuits.of(weights)
-    pairs = read_table(data / "pairs.parquet", task)[0].to_pandas()
-    trained = np.zeros((task.N, task.N), dtype=bool)
-    trained[pairs.n1, pairs.n2] = pairs.trained
+    trained = read_trained_pairs(data, task)
 
     rng = np.random.default_rng(p.seed)
     core_resid, logits = run_model(circuits, core_only(task))

@@ -59,7 +59,7 @@ from stages.core.circuit_form import Circuits, forward
 from stages.core.layouts import Problems, lay_out
 from stages.core.outputs import write_csv, write_metrics
 from stages.core.params import InputError, Section
-from stages.core.task import FORMS, Operands, Task, read_table, write_table
+from stages.core.task import FORMS, Operands, Task, read_trained_pairs, write_table
 from stages.core.weights import Weights
 from stages.parts.assumptions import assumptions, use_of_positions, variable_images
 from stages.parts.idealised import ideal_circuits, product_adder, routed, use_under_product_adder
@@ -248,8 +248,7 @@ def main(
 
     weights, config = checkpoints.load_checked(files[max(files)], params_file)
     task, kappa = config.task, config.model.d_head**-0.5
-    pairs = read_table(data / "pairs.parquet", task)[0].to_pandas()
-    trained = pairs.loc[pairs.trained, ["n1", "n2"]].to_numpy(np.int64)
+    trained = np.argwhere(read_trained_pairs(data, task))
     rng = np.random.default_rng(p.seed)
     batches = {form: training_batch(task, trained, form, p.sequences, rng) for form in FORMS[1:]}
 

@@ -246,10 +246,8 @@ def main(
     config = Config(the_task, params.read(params_file, "model", ModelConfig))
     p = params.read(params_file, "train", TrainParams)
     device = choose_device(p.device)
-    pairs, _ = task.read_table(data / "pairs.parquet", the_task)
-    task.read_table(data / "operands.parquet", the_task)
-    pairs = pairs.to_pandas()
-    draw = training_data(the_task, pairs.loc[pairs.trained, ["n1", "n2"]].to_numpy(np.int64), p)
+    draw = training_data(the_task, np.argwhere(task.read_trained_pairs(data, the_task)), p)
+    task.read_table(data / "operands.parquet", the_task, ("form", "left", "right", "trained"))
     key = state_key(config, p, [data / "pairs.parquet", data / "operands.parquet"], device)
     with state.claim(key) as saved:
         trainer = Trainer(config, p, draw, device)

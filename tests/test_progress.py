@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from stages import progress
 from stages.core import phases
@@ -19,7 +20,6 @@ from stages.core.params import InputError
 from stages.core.task import Task
 from stages.core.weights import Config, ModelConfig, Weights, checkpoint_name, initialise, save
 from stages.draw import progress as draw
-from stages.draw import style
 from stages.progress import ProgressParams
 
 SIZES = {"sequences": 30, "probe_fit": 100, "probe_test": 20, "seed": 3}
@@ -457,10 +457,7 @@ def test_accuracies_that_are_missing_or_of_other_steps_are_refused(tmp_path: Pat
 
 
 def drawn(root: Path) -> list:
-    figures = list(draw.figures(root))
-    for _, figure in figures:
-        style.plt.close(figure)
-    return figures
+    return list(draw.figures(root))
 
 
 def labels(figure) -> dict[str, tuple[float, float]]:
@@ -479,15 +476,15 @@ def test_the_figures_name_every_moment_that_was_reached_and_no_two_labels_touch(
         "spike 4,000": 4000,
         "refinement 9,500": 9500,
     }
-    renderer = figure.canvas.get_renderer()
-    figure.draw(renderer)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
     boxes = [text.get_window_extent(renderer) for text in figure.axes[0].texts]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
     for axis in figure.axes:
         marked = sorted(line.get_xdata()[0] for line in axis.lines if line.get_color() == "0.45")
         assert marked == [500, 4000, 9500]
-    style.plt.close(figure)
 
 
 def test_the_progress_figure_draws_every_measure_and_works_without_any_moment():
@@ -496,4 +493,3 @@ def test_the_progress_figure_draws_every_measure_and_works_without_any_moment():
     curves = [line for axis in figure.axes for line in axis.lines if len(line.get_xdata()) == 3]
     assert len(curves) == len(MEASURES)
     assert labels(figure) == {}
-    style.plt.close(figure)

@@ -6,6 +6,7 @@ entry point of a stage: an `InputError` ends it with one line on standard error 
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
@@ -38,10 +39,9 @@ class Section(BaseModel):
         if isinstance(value, bool):
             raise ValueError("a boolean is no number")
         if isinstance(value, str):
-            try:
-                return float(value)
-            except ValueError:
-                return value
+            for number in (int, float):  # whole numbers first: as a float, a long seed would lose its last digits
+                with suppress(ValueError):
+                    return number(value)
         return value
 
     @classmethod
@@ -57,6 +57,10 @@ class Section(BaseModel):
         """
         if not isinstance(values, dict):
             raise InputError(f"{where} = {values!r}: must be a section with the keys {', '.join(cls.model_fields)}")
+        for key, value in values.items():
+            if key not in cls.model_fields:
+                known = ", ".join(cls.model_fields)
+                raise InputError(f"{where}.{key} = {value!r}: there is no such key; {where} has {known}")
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -72,9 +76,6 @@ def _sentence(section: type[Section], error: ValidationError, where: str) -> str
     if not complaint["loc"]:  # raised by a validator of the whole section, which names keys and values itself
         return f"{where}: {complaint['ctx']['error']}"
     key = str(complaint["loc"][0])
-    if complaint["type"] == "extra_forbidden":
-        known = ", ".join(section.model_fields)
-        return f"{where}.{key} = {complaint['input']!r}: there is no such key; {where} has {known}"
     if complaint["type"] == "missing":
         return f"{where}.{key} is missing: must be {allowed(section.model_fields[key])}"
     return f"{where}.{key} = {complaint['input']!r}: must be {allowed(section.model_fields[key])}"
@@ -102,7 +103,9 @@ def read(path: Path, name: str, section: type[S]) -> S:
         values = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path} does not exist: run this from the repository's root, or name the file") from None
-    except (YAMLError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except (YAMLError, ValueError) as error:  # no text, no YAML, or a number or date that is none
         raise InputError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict) or name not in values:
         raise InputError(f"{path} has no section {name!r}")
@@ -110,11 +113,14 @@ def read(path: Path, name: str, section: type[S]) -> S:
 
 
 def run(main: Callable[..., None]) -> None:
-    """Run a stage's `main` through Typer; what the user gave wrong becomes one line and exit code 1."""
+    """Run a stage's `main` through Typer; what the user gave wrong becomes one line and exit code 1.
+
+    So does a file or folder that cannot be read or written.
+    """
     app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     app.command()(main)
     try:
         app()
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (InputError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)

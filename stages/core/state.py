@@ -70,7 +70,7 @@ class State:
 
     def set_aside(self, why: str) -> None:
         """Move everything in the folder out of the way, and say so on standard error."""
-        aside = self.folder.with_name(self.folder.name + ".damaged")
+        aside = self.folder.with_name(f"damaged-{self.folder.name}")  # a name that `claim` does not look at
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(self.folder, aside)
         self.folder.mkdir()

@@ -9,7 +9,7 @@ import math
 import os
 import random
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -34,7 +34,7 @@ class Task(Section):
 
     N: int = Field(ge=2, le=1000)
     variables: int = Field(ge=2, le=26)
-    context: int = Field(ge=8)
+    context: int = Field(ge=8, le=100_000)
     left_only: int = Field(ge=0)
     right_only: int = Field(ge=0)
 
@@ -180,18 +180,19 @@ def write_table(path: Path, tables: Iterable[pa.Table], task: Task) -> None:
     os.replace(partial, path)
 
 
-def read_table(path: Path, task: Task | None = None) -> tuple[pa.Table, Task]:
+def read_table(path: Path, task: Task | None = None, columns: Sequence[str] = ()) -> tuple[pa.Table, Task]:
     """Read a Parquet file of this project.
 
     Args:
         path: the file.
         task: the task that it must be for, if that is known.
+        columns: what it must have, so that one file in the place of another is noticed.
 
     Returns:
         the table, and the task that it is for.
 
     Raises:
-        InputError: the file is missing, damaged, not this project's, or made for another task.
+        InputError: the file is missing, damaged, not this project's, of another kind, or made for another task.
     """
     try:
         table = pq.read_table(path)
@@ -203,9 +204,23 @@ def read_table(path: Path, task: Task | None = None) -> tuple[pa.Table, Task]:
     if b"task" not in metadata:
         raise InputError(f"{path} does not say which task it is for: it was not written by this project")
     found = Task.parse(json.loads(metadata[b"task"]), f"{path}: task")
+    if lacking := set(columns) - set(table.column_names):
+        raise InputError(f"{path} has no column {min(lacking)!r}: it is not the file that its name says")
     if task is not None:
         require_task(found, task, str(path))
     return table, found
+
+
+def read_trained_pairs(folder: Path, task: Task) -> np.ndarray:
+    """Which pairs training sees, from pairs.parquet: bool [N, N] by n1 and n2.
+
+    Raises:
+        InputError: see `read_table`.
+    """
+    table, _ = read_table(folder / "pairs.parquet", task, ("n1", "n2", "trained"))
+    trained = np.zeros((task.N, task.N), dtype=bool)
+    trained[table["n1"].to_numpy(), table["n2"].to_numpy()] = table["trained"].to_numpy()
+    return trained
 
 
 def require_task(found: Task, wanted: Task, where: str) -> None:

@@ -3,10 +3,6 @@
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 COLUMN = 3.4  # inches, the width of one column of a two-column page
@@ -60,18 +56,17 @@ SETTINGS = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "figure.dpi": 200,
-    "figure.constrained_layout.use": True,
 }
 
 
 def figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: object) -> tuple[Figure, object]:
-    """A figure in the common style, and its axes; width and height in inches, options as for `plt.subplots`."""
-    plt.rcParams.update(SETTINGS)
-    return plt.subplots(rows, columns, figsize=(width, height), **options)
+    """A figure in the common style, and its axes; width and height in inches, options as for `Figure.subplots`."""
+    matplotlib.rcParams.update(SETTINGS)
+    fig = Figure(figsize=(width, height), layout="constrained")
+    return fig, fig.subplots(rows, columns, **options)
 
 
 def save(fig: Figure, path: Path) -> None:
-    """Write a PNG whose bytes depend on the picture alone, and close the figure."""
+    """Write a PNG whose bytes depend on the picture alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, metadata={"Software": None})
-    plt.close(fig)
