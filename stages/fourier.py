@@ -16,6 +16,30 @@ final model's logits over the core-only sequences. Two losses follow these logit
   sin of k(n + m);
 - *excluded* loss, over trained pairs, takes those cos and sin away and keeps everything else.
 
+The restricted logits of a pair are what the logits of all pairs of the same sum have in common, and most of those pairs
+are trained. So a small restricted loss says that the key waves alone would add, not that the model has learned unseen
+pairs so well; that is what the plain loss on held-out pairs says.
+
+What stands in metrics/fourier.json; the losses are those of the last checkpoint:
+
+- live_neurons: neurons that fire for some core-only sequence. The shares and means of neurons below are over these.
+- key_frequency_count, key_logit_share: how many frequencies are key, and their share of the logits' variance.
+- best_explained_variance, median_explained_variance, share_above_085: of the neurons' pre-activations by the fit at
+  the best k; largest, median, and share of neurons above 0.85. Noise has 4/(N² - 1) at a given k, and a few times that
+  at its best k.
+- same_k_1var, same_k_2var: share of neurons with the same best k when numbers come through variables.
+- output_same_k: share of neurons in whose output direction the strongest frequency is their best k.
+- phase_cosine, phase_cosine_shuffled: mean cos(γ - α - β), each at the neuron's best k; and the same expected when
+  the phases γ of neurons with the same k are shuffled.
+- circle_r2, circle_r2_random: mean over key frequencies of how well the embeddings' projections (`plane`) lie on an
+  exact circle (`circle_r2`), and for embeddings drawn from a normal distribution. In a space of many dimensions those
+  lie near a circle too (R² about d/(d + N)), because the plane is chosen with the vectors that are projected on it.
+- embedding_energy_at_key: share of the centred embeddings' sum of squares at key frequencies; if all were equal, this
+  would be (key frequencies)/K for odd N.
+- restricted_loss, excluded_loss: see above.
+- non_key_loss: the control of restricted_loss; it keeps the means and those waves of k(n + m) that are not key.
+- held_out_loss: of the logits as they are, over held-out pairs.
+
 Shapes: N numbers, K = floor(N/2) frequencies, M neurons, d = d_model, T positions.
 """
 
@@ -38,6 +62,7 @@ from stages.core.params import InputError, Section
 from stages.core.task import FORMS, Operands, Task, read_trained_pairs, write_table
 from stages.parts import fourier_basis
 from stages.parts.fourier_basis import BY_N1, BY_N2, BY_SUM, PairWaves
+from stages.parts.logit_waves import logit_shares, losses
 
 SEQUENCES_AT_ONCE = 4096
 VALUES_AT_ONCE = 2**24  # pre-activations held at a time; with the line above, what bounds memory for large N
@@ -116,8 +141,9 @@ def describe(pre: dict[str, np.ndarray], waves: dict[str, PairWaves], output: np
         a row a neuron: `live` if it ever fires; the best `k` (0 if nothing varies) and its `explained_variance`;
         `activation_share`, how much of the activation's variance lies in products of waves at k, and
         `activation_sum_share`, how much in cos and sin of k(n + m) alone; `output_share`, how much of the output
-        direction's variance lies at k; its phase γ there and `phase_error`, γ - (α + β) from -π to π; and by form with
-        variables, the best k, and the correlation of the pre-activations with the core-only ones.
+        direction's variance lies at k; `output_k`, where most of it lies; its phase γ at k and `phase_error`,
+        γ - (α + β) from -π to π; and by form with variables, the best k, and the correlation of the pre-activations
+        with the core-only ones.
     """
     k = waves["0var"].best_k
     at_k = (..., k - 1, np.arange(len(k)))  # where nothing varies, the shares at any k are NaN
@@ -132,6 +158,7 @@ def describe(pre: dict[str, np.ndarray], waves: dict[str, PairWaves], output: np
         "activation_share": activation.sum(0),
         "activation_sum_share": activation[BY_SUM],
         "output_share": output_energy[at_k] / output_energy.sum(0),
+        "output_k": fourier_basis.strongest(output_energy),
         "output_phase": np.angle(output_waves[at_k]),
         "phase_error": np.angle(output_waves[at_k] * operands.prod(0).conj()),
     }
@@ -139,16 +166,6 @@ def describe(pre: dict[str, np.ndarray], waves: dict[str, PairWaves], output: np
         table[f"k_{form}"] = waves[form].best_k
         table[f"correlation_{form}"] = fourier_basis.correlation(pre["0var"], pre[form])
     return pd.DataFrame(table)
-
-
-def logit_shares(logits: np.ndarray) -> np.ndarray:
-    """Share of the logits' variance in cos and sin of k(n + m): [N, N, N] → [K].
-
-    A number added to all logits of one sequence changes no probability, so each sequence's mean is taken away first.
-    """
-    logits = logits - logits.mean(2, keepdims=True)
-    variance = logits.var((0, 1))  # [N] by answer
-    return np.nan_to_num(PairWaves.of(logits).share[BY_SUM]) @ variance / variance.sum()  # [K, N] @ [N]
 
 
 def frequency_table(shares: np.ndarray, key_share: float, neurons: pd.DataFrame, fits: pd.DataFrame) -> pd.DataFrame:
@@ -172,30 +189,6 @@ def frequency_table(shares: np.ndarray, key_share: float, neurons: pd.DataFrame,
     return table.merge(best, on="k", how="left")
 
 
-def losses(logits: np.ndarray, trained: np.ndarray, key: np.ndarray) -> dict[str, float]:
-    """Restricted loss (held-out pairs) and excluded loss (trained pairs), and the plain losses; NaN where no pair is.
-
-    Args:
-        logits: [N, N, N] of the core-only sequences.
-        trained: [N, N] which pairs training sees.
-        key: the key frequencies.
-    """
-    n = np.arange(len(logits))
-    answer = (n[:, None] + n) % len(n)
-    key_part = fourier_basis.keep(fourier_basis.mean_by_sum(logits), key)[answer]  # [N, N, N]
-
-    def loss(logits: np.ndarray, pairs: np.ndarray) -> float:
-        chosen = torch.from_numpy(logits[pairs]), torch.from_numpy(answer[pairs])
-        return torch.nn.functional.cross_entropy(*chosen).item()
-
-    return {
-        "restricted_loss": loss(logits.mean((0, 1)) + key_part, ~trained),
-        "excluded_loss": loss(logits - key_part, trained),
-        "held_out_loss": loss(logits, ~trained),
-        "trained_loss": loss(logits, trained),
-    }
-
-
 def loss_curves(folder: Path, params_file: Path, task: Task, trained: np.ndarray, key: np.ndarray) -> pd.DataFrame:
     """`losses` at every checkpoint: a row a step.
 
@@ -212,25 +205,35 @@ def loss_curves(folder: Path, params_file: Path, task: Task, trained: np.ndarray
 
 
 def summary(neurons: pd.DataFrame, frequencies: pd.DataFrame, last: pd.Series) -> dict[str, float]:
-    """The scalars of metrics/fourier.json; shares and means are over live neurons."""
-    live = neurons[neurons.live]
+    """The scalars of metrics/fourier.json.
+
+    Args:
+        neurons: see `describe`.
+        frequencies: see `frequency_table` and `fourier_basis.circle_table`.
+        last: `losses` at the last checkpoint.
+    """
+    live, key = neurons[neurons.live], frequencies[frequencies.key]
     agreement, shuffled = fourier_basis.phase_agreement(live.k, live.output_phase, live.phase_error)
-    measures = {
+    return {
+        "live_neurons": len(live),
+        "key_frequency_count": len(key),
+        "key_logit_share": key.logit_share.sum(),
         "best_explained_variance": live.explained_variance.max(),
+        "median_explained_variance": live.explained_variance.median(),
         "share_above_085": (live.explained_variance > WELL_FITTED).mean(),
-        "key_logit_share": frequencies.logit_share[frequencies.key].sum(),
         "same_k_1var": (live.k_1var == live.k).mean(),
         "same_k_2var": (live.k_2var == live.k).mean(),
-        "correlation_1var": live.correlation_1var.mean(),
-        "correlation_2var": live.correlation_2var.mean(),
+        "output_same_k": (live.output_k == live.k).mean(),
         "phase_cosine": agreement,
         "phase_cosine_shuffled": shuffled,
+        "circle_r2": key.circle_r2.mean(),
+        "circle_r2_random": key.circle_r2_random.mean(),
+        "embedding_energy_at_key": key.circle_share.sum(),
         "restricted_loss": last.restricted_loss,
+        "non_key_loss": last.non_key_loss,
         "excluded_loss": last.excluded_loss,
+        "held_out_loss": last.held_out_loss,
     }
-    counts = {"live_neurons": len(live), "silent_neurons": len(neurons) - len(live)}
-    counts["key_frequency_count"] = int(frequencies.key.sum())
-    return counts | measures
 
 
 def main(
@@ -254,14 +257,16 @@ def main(
     resid_mid |= {form: run_model(circuits, with_variables(task, form, rng))[0] for form in FORMS[1:]}
     output = (circuits.W_out @ circuits.W_U).T.double().numpy()  # ([M, d] @ [d, N])ᵀ
     neurons, fits = neuron_tables(resid_mid, circuits.W_in, output)
-    frequencies = frequency_table(logit_shares(logits), p.key_share, neurons, fits)
+    W_E = weights["embed.W_E"][: task.N].double().numpy()
+    frequencies = frequency_table(logit_shares(logits), p.key_share, neurons, fits).join(
+        fourier_basis.circle_table(W_E, rng)
+    )
     key = frequencies.k[frequencies.key].to_numpy()
     curves = loss_curves(checkpoint_folder, params_file, task, trained, key)
 
     shown = frequencies[frequencies.key | (frequencies.explained_variance == frequencies.explained_variance.max())]
     shown = shown.dropna(subset="best_neuron")
     pre = by_pair(core_resid @ circuits.W_in[:, shown.best_neuron.astype(int).tolist()])  # [N², d] @ [d, M]
-    W_E = weights["embed.W_E"][: task.N].double().numpy()
     tables = {
         "neurons": neurons,
         "fits": fits,

@@ -7,7 +7,9 @@ placebo of each experiment are defined in `stages.parts.interchange`.
 
 **Ablation.** An activation is replaced by its mean over the batch: at each position, over those sequences of all three
 forms in which the position belongs to the site, so that neither the sequence nor its form can be read from it. The
-sites in layer 1 are the numbers of the prefix, ``=``, and all other positions.
+sites in layer 1 are the numbers of the prefix, ``=``, and all other positions. Every sequence has a distractor, an
+assigned variable that is not asked for: without one, the numbers to add are all that there are, and no variable has to
+be told from another. (With m assigned, adding any two of their numbers is still right for one pair in m(m - 1)/2.)
 
 Shapes: B sequences of T tokens (b in a batch), d = d_model.
 """
@@ -28,11 +30,18 @@ from torch import Tensor
 from stages.core import params
 from stages.core.bridge import to_bridge
 from stages.core.checkpoints import CHECKPOINTS, find, load_checked, read_moments
-from stages.core.layouts import lay_out
 from stages.core.outputs import write_csv, write_metrics
 from stages.core.params import InputError, Section
 from stages.core.task import FORMS, Task
-from stages.parts.interchange import EXPERIMENTS, LAYER1, Interchange, answers, draw_problems, draw_scene
+from stages.parts.interchange import (
+    EXPERIMENTS,
+    LAYER1,
+    Interchange,
+    answers,
+    draw_distracted,
+    draw_scene,
+    mlp2_input_one_operand,
+)
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -197,19 +206,21 @@ def ablation(task: Task, tokens: np.ndarray, name: str, mean: Tensor, rows: slic
 
 
 def ablate(bridge: "TransformerBridge", task: Task, size: int, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    """Accuracy with nothing and with each site ablated, on `size` sequences of each form.
+    """Accuracy with nothing and with each site ablated, on `size` sequences with a distractor of each form.
 
     Yields:
-        `ABLATION_COLUMNS`.
+        `ABLATION_COLUMNS`, for the forms that have such sequences.
     """
-    tokens = np.concatenate([lay_out(task, draw_problems(task, form, size, rng), rng) for form in range(len(FORMS))])
+    by_form = [draw_distracted(task, form, size, rng) for form in range(len(FORMS))]
+    tokens, ends = np.concatenate(by_form), np.cumsum([len(some) for some in by_form])
     right = answers(task, tokens)
     predictions = {"nothing": predict(bridge, tokens)}
     for name, mean in site_means(bridge, task, tokens).items():
         predictions[name] = predict(bridge, tokens, partial(ablation, task, tokens, name, mean))
     for name, predicted in predictions.items():
-        for form, hits in zip(FORMS, np.split(predicted == right, len(FORMS)), strict=True):
-            yield {"ablated": name, "form": form, "accuracy": hits.mean(), "n": size}
+        for form, hits in zip(FORMS, np.split(predicted == right, ends[:-1]), strict=True):
+            if len(hits):
+                yield {"ablated": name, "form": form, "accuracy": hits.mean(), "n": len(hits)}
 
 
 def moments(steps: list[int], phases: Mapping[str, int | None], where: str) -> dict[str, int]:
@@ -240,20 +251,24 @@ def by_moment(rows: Mapping[int, list[dict]], named: Mapping[str, int], columns:
 
 
 def summary(interchanges: pd.DataFrame, ablations: pd.DataFrame) -> dict[str, float | None]:
-    """What metrics/interventions.json holds, all of the final checkpoint.
+    """What metrics/interventions.json holds, of the final checkpoint unless a name ends in another moment.
 
-    How often each interchange gives the counterfactual answer, over both forms; the smallest share of predictions that
-    a placebo leaves; and accuracy on 2var sequences, for which every part has work to do, with each site ablated.
+    How often each interchange gives the counterfactual answer, over both forms, and how often the one that tells
+    whether the adder is shared did at earlier moments; the smallest share of predictions that a placebo leaves; and
+    accuracy on 2var sequences, which need layer 1 at numbers and at ``=``, with each site ablated.
     """
-    final = interchanges[interchanges["moment"] == "final"]
-    swapped = final[final["variant"] == "interchange"]
-    hits = (swapped["accuracy_counterfactual"] * swapped["n"]).groupby(swapped["experiment"]).sum()
-    share = hits / swapped.groupby("experiment")["n"].sum()
+    swapped = interchanges[interchanges["variant"] == "interchange"].set_index(["experiment", "moment"])
+    hits = swapped["accuracy_counterfactual"] * swapped["n"]
+    share = hits.groupby(level=[0, 1]).sum() / swapped["n"].groupby(level=[0, 1]).sum()
+    one_operand = mlp2_input_one_operand.__name__
+    placebos = interchanges[(interchanges["moment"] == "final") & (interchanges["variant"] == "placebo")]
     left = ablations[(ablations["moment"] == "final") & (ablations["form"] == "2var")].set_index("ablated")["accuracy"]
+    sites = [name for name in ablations["ablated"].unique() if name != "nothing"]
     return {
-        **{make.__name__: share.get(make.__name__) for make in EXPERIMENTS},
-        "placebo_unchanged_min": final.loc[final["variant"] == "placebo", "unchanged"].min(),
-        **{f"ablated_{name}_2var": left[name] for name in left.index if name != "nothing"},
+        **{make.__name__: share.get((make.__name__, "final")) for make in EXPERIMENTS},
+        **{f"{one_operand}_{moment}": share.get((one_operand, moment)) for moment in ("addition", "assignment")},
+        "placebo_unchanged_min": placebos["unchanged"].min(),
+        **{f"ablated_{name}_2var": left.get(name) for name in sites},
     }
 
 

@@ -44,6 +44,7 @@ from stages.parts.decomposition import (
     score2_parts,
     score_decomposition,
 )
+from tests.hand_built import hand_built
 
 
 def with_heads(config: Config, n_heads: int) -> Config:
@@ -246,7 +247,7 @@ def test_a_model_that_moves_nothing_has_one_input_of_the_adder_for_every_pair_an
 def test_published_weights_share_one_adder_and_add_values(reference: Path) -> None:
     circuits, config = published(reference, 39901)
     task, rng = config.task, generator(0, 1)
-    adder = pd.concat([one_adder(circuits, task, rng) for _ in range(8)])
+    adder = pd.concat([one_adder(circuits, task, rng) for _ in range(2)])
     sums, r2 = additivity(circuits, task, generator(0, 2))
     tokens, answers = refinement.problems_by_side(task, 50, generator(0, 3))
     accuracy = refinement.accuracy_by_side(circuits, task, tokens, answers)
@@ -256,7 +257,7 @@ def test_published_weights_share_one_adder_and_add_values(reference: Path) -> No
         assert (adder[f"cosine_{form}"] > adder[f"mismatched_{form}"]).mean() > 0.99
     assert found["one_adder_cosine_1var"] == pytest.approx(0.973, abs=0.02)
     assert found["one_adder_cosine_2var"] == pytest.approx(0.957, abs=0.02)
-    assert found["one_adder_cosine_mismatched"] == pytest.approx(0.13, abs=0.02)
+    assert found["one_adder_cosine_mismatched"] == pytest.approx(0.11, abs=0.02)
     assert found["additivity_cosine"] == pytest.approx(0.987, abs=0.02)
     assert found["additivity_cosine_shuffled"] == pytest.approx(0.533, abs=0.02)
     assert found["additivity_r2"] == pytest.approx(0.980, abs=0.02)
@@ -336,15 +337,21 @@ def test_attention_of_a_query_adds_up_to_the_number_of_heads_and_knows_where_it_
     assert second.key_token.tolist() == ["4", "1"]
 
 
-def run_stage(folder: Path, configs: dict[int, Config], moments: dict[str, int | None]) -> dict[str, float | None]:
-    """Run the stage on untrained models as checkpoints; the last is the final one. Returns the metrics."""
+def run_stage(
+    folder: Path, configs: dict[int, Config], moments: dict[str, int | None], final: Weights | None = None
+) -> dict[str, float | None]:
+    """Run the stage on untrained models as checkpoints; the last, or `final`, is the final one. Returns the metrics."""
     (folder / "checkpoints").mkdir()
     (folder / "metrics").mkdir()
+    (folder / "plots").mkdir()
     for step, config in configs.items():
         save(folder / "checkpoints" / checkpoint_name(step), initialise(config, step), config)
     (folder / "metrics/progress.json").write_text(json.dumps(dict.fromkeys(MOMENTS) | moments))
+    (folder / "plots/accuracy.csv").write_text("\n".join(["step", *map(str, configs)]))
     (folder / "params.yaml").write_text("circuits: {layouts: 1, sequences: 6, seed: 0}\n")
     last = folder / "checkpoints" / checkpoint_name(max(configs))
+    if final is not None:
+        save(last, final, configs[max(configs)])
     stage.main(folder / "checkpoints", last, folder, folder / "params.yaml")
     return json.loads((folder / "metrics/circuits.json").read_text())
 
@@ -366,14 +373,30 @@ def test_a_run_that_learned_nothing_gives_tables_metrics_and_fewer_figures(tmp_p
 def test_every_moment_that_was_reached_is_measured_and_drawn_with_several_heads(
     tmp_path: Path, tiny_config: Config
 ) -> None:
-    moments = {"spike_before": 100, "spike": 200, "addition": 0, "assignment": 200}
-    run_stage(tmp_path, dict.fromkeys((0, 100, 200, 300, 400), with_heads(tiny_config, 4)), moments)
-    for name in ("attention", "position", "identity", "scores"):
-        table, _ = read_table(tmp_path / f"data/circuits/{name}.parquet")
-        assert set(table.column("moment").to_pylist()) == {"spike_before", "spike", "assignment", "final"}
-    accuracy, _ = read_table(tmp_path / "data/circuits/accuracy_by_side.parquet")
-    assert set(accuracy.column("step").to_pylist()) == {200, 300, 400}
-    assert {stem for stem, _ in draw.figures(tmp_path)} == {
+    config, task = with_heads(tiny_config, 4), tiny_config.task
+    moments = {"spike_before": 100, "spike": 200, "addition": 0, "assignment": 300}
+    run_stage(tmp_path, dict.fromkeys((0, 100, 200, 300, 400), config), moments)
+    tables = {name: read_table(tmp_path / f"data/circuits/{name}.parquet")[0].to_pandas() for name in draw.TABLES}
+    at = {step: Circuits.of(initialise(config, step)) for step in (100, 200, 300, 400)}
+    for moment, step in (("spike_before", 100), ("spike", 200), ("assignment", 300), ("final", 400)):
+        found = {name: table[table.moment == moment] for name, table in tables.items() if "moment" in table}
+        expected = {
+            "attention": attention_table(at[step], task, examples(task, seed=0)),
+            "position": circuit_table(position_circuit(at[step], config), [*range(task.prefix)]),
+            "identity": circuit_table(identity_circuit(at[step], config), [*task.names]),
+            "scores": score_decomposition(at[step], task, 6, generator(0, 0)),
+        }
+        assert found.keys() == expected.keys()
+        for name, table in expected.items():
+            found_here = found[name].drop(columns="moment").reset_index(drop=True)
+            pd.testing.assert_frame_equal(found_here, table.reset_index(drop=True), check_dtype=False)
+    for name in ("accuracy_by_side", "scores_from_equals"):
+        assert set(tables[name].step) == {300, 400}
+    for step, part in tables["scores_from_equals"].groupby("step"):
+        np.testing.assert_array_equal(part.score, refinement.scores_from_equals(at[step], task))
+
+    figures = dict(draw.figures(tmp_path))
+    assert figures.keys() == {
         f"circuits_{name}"
         for name in (
             "attention_spike_before",
@@ -387,10 +410,73 @@ def test_every_moment_that_was_reached_is_measured_and_drawn_with_several_heads(
             "score_decomposition",
         )
     }
+    before, after, final = "before the spike, step 100", "after the spike, step 200", "at the end, step 400"
+    for moment, words, step in (("spike_before", before, 100), ("spike", after, 200), ("final", final, 400)):
+        figure = figures[f"circuits_attention_{moment}"]
+        assert figure.get_suptitle() == f"attention {words}"
+        table = attention_table(at[step], task, examples(task, seed=0))
+        from_equals = table[(table.sequence == 0) & (table.layer == 1) & (table.query_token == "=")]
+        assert figure.axes[0].images[0].get_array()[-1].tolist() == from_equals.weight.tolist()
+    for name, moments_shown in (("", {final: 400}), ("_spike", {before: 100, after: 200})):
+        axes = figures[f"circuits_position_identity{name}"].axes[1 : 2 * len(moments_shown) : 2]
+        for axis, (words, step) in zip(axes, moments_shown.items(), strict=True):
+            assert axis.get_title() == f"variable identity\n{words}"
+            V = identity_circuit(at[step], config)
+            np.testing.assert_allclose(axis.images[0].get_array(), V - V.mean(1, keepdim=True), atol=1e-6)
+    rows = [axis.get_ylabel() for axis in figures["circuits_score_decomposition"].axes if "query" in axis.get_ylabel()]
+    assert rows == ["at assignment, step 300\nquery's part", f"{final}\nquery's part"]
+
+
+def test_metrics_are_those_of_the_final_model_whatever_came_before(tmp_path: Path, tiny_config: Config) -> None:
+    weights, config = hand_built(tiny_config.task)
+    moments = {"spike": 100, "assignment": 0, "refinement": 100}
+    metrics = []
+    for name, steps, reached in (("alone", [200], {}), ("after", [0, 100, 200], moments)):
+        (tmp_path / name).mkdir()
+        metrics.append(run_stage(tmp_path / name, dict.fromkeys(steps, config), reached, final=weights))
+    assert metrics[0] == metrics[1]
+    assert metrics[1]["lowest_accuracy_trained_position"] == metrics[1]["lowest_accuracy_held_out_position"] == 1
+
+
+def test_each_metric_is_its_own_mean_margin_or_lowest_accuracy(tiny_config: Config) -> None:
+    columns = ["cosine_1var", "mismatched_1var", "cosine_2var", "mismatched_2var"]
+    adder = pd.DataFrame([(0.9, 0.1, 0.7, 0.3), (0.8, 0.2, 0.5, 0.6)], columns=columns)
+    sums = pd.DataFrame({"cosine": [0.95, 0.85], "shuffled": [0.45, 0.05]})
+    accuracy = np.array([[0.50, 0.60, 0.70, 0.10], [0.20, 0.80, 0.90, 0.95]])  # d never left, a never right
+    rows = [
+        ("1var", 0, "trained", "layer 1", "layer 1", 5.0),
+        ("1var", 0, "trained", "layer 1", "position", 0.25),
+        ("1var", 0, "best wrong", "layer 1", "layer 1", 2.0),
+        ("1var", 0, "best wrong", "position", "layer 1", 0.75),
+        ("1var", 0, "constant", "layer 1", "layer 1", 31.0),
+        ("1var", 1, "held out", "layer 1", "layer 1", 9.0),
+        ("1var", 1, "held out", "embedding", "embedding", 0.5),
+        ("1var", 1, "best wrong", "layer 1", "layer 1", 1.0),
+        ("1var", 1, "best wrong", "position", "position", 1.75),
+        ("2var", 0, "trained", "layer 1", "layer 1", 64.0),
+        ("2var", 1, "held out", "layer 1", "layer 1", 128.0),
+    ]
+    parts = pd.DataFrame(rows, columns=["form", "held_out", "position", "query_part", "key_part", "score"])
+    assert summary(tiny_config.task, adder, sums, 0.77, parts, accuracy) == pytest.approx(
+        {
+            "one_adder_cosine_1var": 0.85,
+            "one_adder_cosine_2var": 0.6,
+            "one_adder_cosine_mismatched": 0.3,
+            "additivity_cosine": 0.9,
+            "additivity_cosine_shuffled": 0.25,
+            "additivity_r2": 0.77,
+            "lowest_accuracy_trained_position": 0.5,
+            "lowest_accuracy_held_out_position": 0.1,
+            "score_margin_trained_position": 2.5,
+            "score_margin_held_out_position": 6.75,
+            "score_margin_trained_position_layer1": 3,
+            "score_margin_held_out_position_layer1": 8,
+        }
+    )
 
 
 def test_a_task_without_held_out_positions_has_null_where_they_would_stand(tmp_path: Path) -> None:
-    task = Task(N=97, variables=3, context=9, left_only=0, right_only=0)
+    task = Task(N=31, variables=3, context=9, left_only=0, right_only=0)
     config = Config(task, ModelConfig(d_model=8, d_head=8, n_heads=1, d_mlp=8))
     metrics = run_stage(tmp_path, {0: config}, {"assignment": 0})
     missing = {name for name, value in metrics.items() if value is None}

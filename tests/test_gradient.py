@@ -170,6 +170,17 @@ def test_the_idealised_model_meets_the_assumptions_and_an_untrained_one_does_not
     assert untrained["adder_accuracy"] < 0.5
 
 
+def test_use_is_averaged_over_the_prefixs_values_and_over_its_other_numbers() -> None:
+    task = Task(N=7, variables=4, context=10, left_only=0, right_only=0)
+    two_values = to_tokens(task, "b=3, a=5, c=1, a+c")  # the numbers stand at 1, 3 and 5
+    one_value = to_tokens(task, "d=2, c=6, b=0, 4+d")  # and 4 in the core is no number of the prefix
+    tokens = torch.from_numpy(np.stack([two_values, one_value]).astype(np.int64))
+    use = torch.arange(20, dtype=torch.float64).reshape(2, 10) ** 2
+    met = assumptions(ideal_circuits(task), task, tokens, use)
+    assert met["use_of_values"] == pytest.approx((3**2 + 5**2 + 11**2) / 3)
+    assert met["use_of_distractors"] == pytest.approx((1**2 + 13**2 + 15**2) / 3)
+
+
 def test_adder_accuracy_counts_the_sums_that_layer_2_gets_right_without_a_residual() -> None:
     """A module whose output is always 0 is right for one pair in N."""
     task = Task(N=5, variables=2, context=8, left_only=0, right_only=0)
@@ -215,6 +226,14 @@ def test_the_batch_holds_nothing_but_trained_pairs_and_couples(task: Task) -> No
             for f, left, right in zip(couples.form, couples.left, couples.right, strict=True)
             if FORMS[f] == form
         }
+
+
+@pytest.mark.parametrize(("form", "share"), [("1var", 1 / 6), ("2var", 2 / 6)])
+def test_the_batch_has_as_many_assignments_as_training_has(task: Task, form: str, share: float) -> None:
+    """With M = 6, max(2, uniform on 1..6) is 2 for one sequence in three, where evaluation has one in five."""
+    tokens, _ = gradient.training_batch(task, all_pairs(task.N), form, 6000, np.random.default_rng(0))
+    assigned = (tokens[:, : task.prefix] >= task.first_variable).sum(1)
+    assert (assigned == FORMS.index(form)).double().mean().item() == pytest.approx(share, abs=0.025)
 
 
 @pytest.mark.parametrize(("step", "own"), [(1001, -1), (3001, -1), (5401, 1)])
@@ -272,6 +291,110 @@ def test_a_run_that_reached_no_phase_gives_nulls_there_and_everything_else(run: 
     assert len(blocks) == len(table) * 4 * 4
     [(stem, figure)] = draw.figures(run)
     style.save(figure, run / f"{stem}.png")
+
+
+def test_every_moment_is_measured_on_its_own_checkpoint(run: Path, tiny_config: Config) -> None:
+    """The weights of the last checkpoint are those of the spike, so that these two agree, and no two others."""
+    moments = {"initialisation": 0, "addition": 50, "spike_before": 60, "spike": 70, "final": 100}
+    for step in (50, 60, 70):
+        path = run / "checkpoints" / files.checkpoint_name(step)
+        files.save(path, initialise(tiny_config, seed=100 if step == 70 else step), tiny_config)
+    write_moments(run, addition=50, spike_before=60, spike=70)
+    metrics = run_stage(run)
+
+    table = pd.read_csv(run / "plots/gradient.csv")
+    blocks = read_table(run / "data/gradient/blocks.parquet", tiny_config.task)[0].to_pandas()
+    for rows in (table, blocks):
+        found = rows[rows.moment != "ideal"].groupby("moment").step.unique()
+        assert {moment: steps.tolist() for moment, steps in found.items()} == {m: [s] for m, s in moments.items()}
+    marks = ["layer1", "V", "form"]
+    measures = {moment: rows.set_index(marks).iloc[:, 2:] for moment, rows in table.groupby("moment")}
+    pd.testing.assert_frame_equal(measures["final"], measures["spike"])
+    cosines = [metrics[f"cosine_identity_{moment}"] for moment in moments]
+    assert len(set(cosines)) == 4 and cosines[3] == cosines[4]
+
+
+def test_the_stage_draws_from_the_pairs_of_the_training_split(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    draw_batch = gradient.training_batch
+
+    def spy(task: Task, pairs: np.ndarray, *rest: object) -> gradient.Batch:
+        given.append({tuple(pair) for pair in pairs.tolist()})
+        return draw_batch(task, pairs, *rest)
+
+    monkeypatch.setattr(gradient, "training_batch", spy)
+    run_stage(run)
+    table = read_table(run / "data/pairs.parquet")[0].to_pandas()
+    trained = {(n1, n2) for n1, n2, is_trained in zip(table.n1, table.n2, table.trained, strict=True) if is_trained}
+    assert trained != {(n2, n1) for n1, n2 in trained}
+    assert given == [trained, trained]
+
+
+def test_metrics_are_taken_from_their_rows() -> None:
+    moments = ("initialisation", "addition", "spike_before", "spike", "final", "ideal")
+    keys = list(itertools.product(moments, ("own", "routed"), ("own", "orthonormal"), ("1var", "2var", "both")))
+    table = pd.DataFrame(keys, columns=["moment", "layer1", "V", "form"])
+    table["cosine_identity"] = np.arange(len(keys)) / 100
+    table["diagonal_share"] = np.arange(len(keys)) / 100 + 50
+
+    def at(*key: str) -> float:
+        return keys.index((*key, "both")) / 100
+
+    own, ideal = ("own", "own"), ("routed", "orthonormal")
+    assert gradient.summary(table, 0.5) == {
+        "cosine_identity_initialisation": at("initialisation", *own),
+        "cosine_identity_addition": at("addition", *own),
+        "cosine_identity_spike_before": at("spike_before", *own),
+        "cosine_identity_spike": at("spike", *own),
+        "cosine_identity_final": at("final", *own),
+        "cosine_identity_addition_orthonormal": at("addition", "own", "orthonormal"),
+        "cosine_identity_spike_before_orthonormal": at("spike_before", "own", "orthonormal"),
+        "cosine_identity_addition_routed_orthonormal": at("addition", *ideal),
+        "cosine_identity_spike_before_routed_orthonormal": at("spike_before", *ideal),
+        "cosine_identity_ideal": at("ideal", *ideal),
+        "ideal_error": 0.5,
+        "diagonal_share_addition": at("addition", *own) + 50,
+        "diagonal_share_spike_before": at("spike_before", *own) + 50,
+        "diagonal_share_spike": at("spike", *own) + 50,
+        "diagonal_share_final": at("final", *own) + 50,
+    }
+
+
+def test_the_figure_draws_each_block_with_its_own_cosine_and_largest_entry() -> None:
+    rng, letters = np.random.default_rng(0), list("abc")
+    moments = {"initialisation": 0, "addition": 10, "final": 30}
+    drawn = [(*given, moment) for given in draw.GIVEN for moment in moments]
+    values = {key: rng.normal(size=(3, 3)) / 10**i for i, key in enumerate([*drawn, draw.IDEAL, "learned"])}
+
+    def rows(values: np.ndarray) -> pd.DataFrame:
+        return pd.DataFrame({"query": np.repeat(letters, 3), "key": letters * 3, "value": values.ravel()})
+
+    marks = ["layer1", "V", "moment"]
+    blocks = pd.concat(
+        [
+            rows(sign * block).assign(form=form, step=moments.get(key[2]), **dict(zip(marks, key, strict=True)))
+            for key, block in values.items()
+            if key != "learned"
+            for form, sign in (("1var", 5), ("both", 1))
+        ]
+    )
+    measures = pd.DataFrame([(*key, "both") for key in drawn], columns=[*marks, "form"])
+    measures["cosine_identity"] = np.arange(len(drawn)) / 100
+    measures = pd.concat([measures.assign(form="1var", cosine_identity=-1.0), measures])
+
+    axes = np.reshape(draw.blocks_beside_identity(blocks, rows(values["learned"]), measures).axes, (4, 4))
+    for i, key in enumerate(drawn):
+        ax = axes[divmod(i, 3)]
+        np.testing.assert_allclose(ax.images[0].get_array(), values[key])
+        largest = np.abs(values[key]).max()
+        assert ax.images[0].get_clim() == (-largest, largest)
+        digit, power = f"{largest:.0e}".split("e")
+        power = str(int(power)).replace("-", "\N{MINUS SIGN}")
+        assert ax.get_xlabel() == f"cosine {i / 100:.2f}\nlargest ${digit}\\cdot10^{{{power}}}$"
+    assert [ax.get_title().split("\n")[1] for ax in axes[0, :3]] == ["step 0", "step 10", "step 30"]
+    assert [ax.get_ylabel() for ax in axes[:, 0]] == list(draw.GIVEN.values())
+    np.testing.assert_allclose(axes[0, 3].images[0].get_array(), values["learned"])
+    np.testing.assert_allclose(axes[3, 3].images[0].get_array(), values[draw.IDEAL])
 
 
 def test_the_final_block_is_that_of_the_last_checkpoint_unscaled(run: Path, tiny_config: Config) -> None:

@@ -23,6 +23,7 @@ from stages.draw import interventions as draw
 from stages.parts.interchange import (
     EXPERIMENTS,
     answers,
+    draw_distracted,
     draw_problems,
     draw_scene,
     layer1_at_equals,
@@ -105,6 +106,22 @@ def test_a_scene_is_as_long_as_asked_for_and_uses_both_sides():
         scene = draw_scene(SMALL, form, SIZE, np.random.default_rng(0))
         assert len(scene) == SIZE
         assert 0.4 < scene.side.mean() < 0.6
+
+
+@settings(max_examples=25, deadline=None)
+@given(tasks, st.sampled_from([0, 1, 2]), st.integers(0, 1000))
+def test_sequences_with_a_distractor_assign_a_variable_that_is_not_asked_for(task, form, seed):
+    tokens = draw_distracted(task, form, 30, np.random.default_rng(seed))
+    assert len(tokens) == 30
+    for row in tokens:
+        core = set(row[-3:-1][row[-3:-1] >= task.first_variable])
+        assigned = set(row[: task.prefix][row[: task.prefix] >= task.first_variable])
+        assert len(core) == form and core < assigned
+
+
+def test_a_task_of_two_variables_has_no_distractor_for_both():
+    task, rng = Task(N=3, variables=2, context=12, left_only=0, right_only=0), np.random.default_rng(0)
+    assert [len(draw_distracted(task, form, 30, rng)) for form in range(3)] == [30, 30, 0]
 
 
 @pytest.mark.parametrize("form", [1, 2])
@@ -335,6 +352,121 @@ def test_computing_only_the_last_position_changes_no_logit(random_model):
     assert torch.allclose(whole, cut, atol=1e-5)
 
 
+# The metrics and the figures
+
+
+SITES = ("layer1_numbers", "layer1_equals", "layer1_elsewhere", "layer2_attention", "mlp2")
+
+
+def test_metrics_are_taken_from_their_rows():
+    columns = ["moment", "experiment", "form", "side", "variant", *interventions.INTERCHANGE_COLUMNS[4:]]
+    rows = [
+        ("addition", "mlp2_input_one_operand", "1var", "left", "interchange", 0.20, 0.01, 0.02, 10),
+        ("addition", "mlp2_input_one_operand", "2var", "left", "interchange", 0.10, 0.03, 0.04, 30),
+        ("addition", "mlp2_input_one_operand", "2var", "left", "placebo", 0.05, 0.06, 0.07, 30),
+        ("assignment", "mlp2_input_one_operand", "1var", "left", "interchange", 0.50, 0.08, 0.09, 10),
+        ("final", "mlp2_input_one_operand", "1var", "left", "interchange", 0.80, 0.11, 0.12, 10),
+        ("final", "mlp2_input", "1var", "left", "unpatched", 0.13, 0.14, 1.0, 10),
+        ("final", "mlp2_input", "1var", "left", "interchange", 0.90, 0.15, 0.16, 10),
+        ("final", "mlp2_input", "2var", "right", "interchange", 0.50, 0.17, 0.18, 30),
+        ("final", "mlp2_input", "1var", "left", "placebo", 0.19, 0.89, 0.97, 10),
+        ("final", "mlp2_input", "2var", "right", "placebo", 0.21, 0.88, 0.91, 30),
+    ]
+    keys = [(m, site, form) for m in ("addition", "final") for form in ("0var", "1var", "2var") for site in SITES]
+    ablations = pd.DataFrame(keys, columns=["moment", "ablated", "form"]).assign(accuracy=np.arange(30) / 100)
+    found = interventions.summary(pd.DataFrame(rows, columns=columns), ablations)
+    assert {name: value for name, value in found.items() if value is not None} == pytest.approx(
+        {
+            "mlp2_input": (0.90 * 10 + 0.50 * 30) / 40,
+            "mlp2_input_one_operand": 0.80,
+            "mlp2_input_one_operand_addition": (0.20 * 10 + 0.10 * 30) / 40,
+            "mlp2_input_one_operand_assignment": 0.50,
+            "placebo_unchanged_min": 0.91,
+            "ablated_layer1_numbers_2var": 0.25,
+            "ablated_layer1_equals_2var": 0.26,
+            "ablated_layer1_elsewhere_2var": 0.27,
+            "ablated_layer2_attention_2var": 0.28,
+            "ablated_mlp2_2var": 0.29,
+        }
+    )
+    assert {name for name, value in found.items() if value is None} == {
+        make.__name__ for make in EXPERIMENTS if make.__name__.startswith("layer1")
+    }
+
+
+@pytest.fixture(scope="module")
+def all_different():
+    """A table of interchanges, all shares different."""
+    sides = [("1var", "left"), ("1var", "right"), ("2var", "left"), ("2var", "right")]
+    rows = [
+        (moment, step, make.__name__, form, side, variant)
+        for moment, step in (("addition", 10), ("assignment", 20), ("final", 30))
+        for make in EXPERIMENTS
+        for form, side in sides
+        for variant in ("unpatched", "interchange", "placebo")
+    ]
+    table = pd.DataFrame(rows, columns=["moment", "step", "experiment", "form", "side", "variant"])
+    shares = ["accuracy_counterfactual", "accuracy_original", "unchanged"]
+    table[shares] = np.random.default_rng(0).permutation(3 * len(table)).reshape(-1, 3) / (3 * len(table))
+    return table.assign(n=np.tile([10, 20, 30], len(table) // 3))  # by variant, so that both sides weigh alike
+
+
+def share(table: pd.DataFrame, column: str, **marks: str) -> float:
+    return table.loc[(table[list(marks)] == pd.Series(marks)).all(axis=1), column].mean()
+
+
+GROUPS = ({"form": "1var", "side": "left"}, {"form": "1var", "side": "right"}, {"form": "2var"})
+NAMES = [make.__name__ for make in EXPERIMENTS]
+
+
+def test_bars_are_counterfactual_answers_and_marks_original_ones_and_placebos(all_different):
+    (axis,) = draw.interchange(all_different).axes
+    drawn = zip(GROUPS, axis.containers, axis.lines[::2], axis.lines[1::2], strict=True)
+    for group, bars, crosses, circles in drawn:
+        assert (crosses.get_marker(), circles.get_marker()) == ("x", "o")
+        for heights, variant, column in (
+            ([bar.get_height() for bar in bars], "interchange", "accuracy_counterfactual"),
+            (crosses.get_ydata(), "interchange", "accuracy_original"),
+            (circles.get_ydata(), "placebo", "unchanged"),
+        ):
+            expected = [
+                share(all_different, column, moment="final", experiment=name, variant=variant, **group)
+                for name in NAMES
+            ]
+            np.testing.assert_allclose(heights, expected)
+
+
+def test_lines_over_the_moments_are_counterfactual_answers_and_dotted_ones_unpatched(all_different):
+    fig = draw.by_moment(all_different)
+    for axis, name in zip(fig.axes, NAMES, strict=True):
+        for group, dotted, line in zip(GROUPS, axis.lines[::2], axis.lines[1::2], strict=True):
+            assert (dotted.get_linestyle(), line.get_linestyle()) == (":", "-")
+            for found, variant, column in (
+                (dotted, "unpatched", "accuracy_original"),
+                (line, "interchange", "accuracy_counterfactual"),
+            ):
+                expected = [
+                    share(all_different, column, moment=moment, experiment=name, variant=variant, **group)
+                    for moment in ("addition", "assignment", "final")
+                ]
+                np.testing.assert_allclose(found.get_ydata(), expected)
+
+
+def test_the_ablation_figure_has_a_row_for_each_site_and_the_forms_of_each_moment_in_order():
+    moments, sites = {"addition": 10, "final": 30}, ("nothing", *SITES)
+    keys = [(m, step, site, form) for m, step in moments.items() for site in sites for form in ("0var", "1var", "2var")]
+    table = pd.DataFrame(keys, columns=["moment", "step", "ablated", "form"])
+    table["accuracy"] = np.arange(len(keys)) / len(keys)
+    fig = draw.ablation(table)
+    axis = fig.axes[0]
+    image = np.asarray(axis.images[0].get_array())
+    addition, final = np.split(100 * table["accuracy"].to_numpy(), 2)
+    np.testing.assert_allclose(image, np.hstack([addition.reshape(6, 3), final.reshape(6, 3)]))
+    assert [text.get_text() for text in axis.texts[:36]] == [f"{value:.0f}" for value in image.ravel()]
+    assert [text.get_text() for text in axis.texts[36:]] == ["addition\n10", "final\n30"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == [draw.ABLATED_WORDS[site] for site in sites]
+
+
 # The stage
 
 
@@ -376,6 +508,7 @@ def test_the_stage_works_before_any_phase_is_reached(tmp_path, tiny_config):
     assert set(table["moment"]) == {"final"} and set(table["step"]) == {10}
     assert set(table["experiment"]) == {make.__name__ for make in EXPERIMENTS}
     metrics = json.loads((out / "metrics/interventions.json").read_text())
+    assert metrics.pop("mlp2_input_one_operand_addition") is metrics.pop("mlp2_input_one_operand_assignment") is None
     assert all(0 <= value <= 1 for value in metrics.values()) and len(metrics) == 12
     assert len(list(draw.figures(out))) == 3
 
@@ -397,3 +530,6 @@ def test_a_task_without_another_variable_has_no_interchange(tmp_path):
     assert set(table["form"]) == {"1var"} and layer1_at_one_value.__name__ not in set(table["experiment"])
     metrics = json.loads((out / "metrics/interventions.json").read_text())
     assert metrics["layer1_at_one_value"] is None and metrics["mlp2_input"] is not None
+    ablations = pd.read_csv(out / "plots/interventions_ablation.csv")
+    assert set(ablations["form"]) == {"0var", "1var"} and metrics["ablated_mlp2_2var"] is None
+    assert len(list(draw.figures(out))) == 3

@@ -25,6 +25,31 @@ from tests.strategies import tasks
 
 SETTINGS = {"train_sequences": 500, "test_sequences": 400, "samples": 2, "C": 1.0, "max_iter": 2000, "seed": 3}
 CHANCE_AT_N_7 = 1 / 7
+TARGETS = (
+    "variable_at_number",
+    "value_at_operand",
+    "distractor_at_operand",
+    "left_variable_at_equals",
+    "right_variable_at_equals",
+    "left_value_at_equals",
+    "right_value_at_equals",
+    "answer_at_equals",
+)
+POINTS = ("embed", "layer1", "attn2", "mlp2")
+METRICS = (
+    "variable_at_number_after_layer1",
+    "value_at_operand_after_layer1",
+    "distractor_at_operand_after_layer1",
+    "left_variable_at_equals_after_layer1",
+    "right_variable_at_equals_after_layer1",
+    "left_value_at_equals_after_attn2",
+    "right_value_at_equals_after_attn2",
+    "answer_at_equals_after_mlp2",
+    "either_value_at_equals_after_attn2",
+    "answer_at_equals_selectivity",
+    "largest_standard_error",
+    "unconverged_probes",
+)
 
 
 def sample(task: Task, size: int, seed: int = 0) -> tuple[probe.Problems, np.ndarray, dict[str, probe.Target]]:
@@ -193,19 +218,46 @@ def test_a_probe_is_tested_on_other_sequences_than_it_was_fitted_on() -> None:
 
 
 def test_the_summary_is_the_mean_and_its_standard_error() -> None:
-    unused = ("accuracy_either", "accuracy_0var", "accuracy_1var", "accuracy_2var")
-    row = {"target": "answer_at_equals", "point": "mlp2", "chance": 0.1, "unconverged": 1} | dict.fromkeys(unused, 0.5)
+    either = {"accuracy_either": 0.11, "accuracy_0var": 0.22, "accuracy_1var": 0.33, "accuracy_2var": 0.44}
+    row = {"target": "answer_at_equals", "point": "mlp2", "chance": 0.1, "unconverged": 1} | either
+    other = row | {"point": "attn2", "accuracy": 0.05, "control_accuracy": 0.04, "selectivity": 0.01}
     samples = [
-        pd.DataFrame([row | {"accuracy": accuracy, "control_accuracy": control, "selectivity": accuracy - control}])
-        for accuracy, control in ((0.7, 0.1), (0.8, 0.3), (0.9, 0.2))
+        pd.DataFrame(
+            [other, row | {"accuracy": accuracy, "control_accuracy": control, "selectivity": accuracy - control}]
+        )
+        for accuracy, control in ((0.7, 0.1), (0.8, 0.7), (0.9, 0.4))
     ]
-    (found,) = probe.summarise(samples).to_dict("records")
-    assert found["accuracy"] == pytest.approx(0.8)
-    assert found["standard_error"] == pytest.approx(0.1 / math.sqrt(3))
-    assert found["control_accuracy"] == pytest.approx(0.2)
-    assert found["selectivity"] == pytest.approx(0.6)
-    assert found["selectivity_standard_error"] == pytest.approx(0.1 / math.sqrt(3))
-    assert found["unconverged"] == 3
+    samples[1].accuracy_either += 0.3
+    at_other_point, found = probe.summarise(samples).to_dict("records")
+    assert at_other_point["accuracy"] == pytest.approx(0.05)
+    assert found == {
+        "target": "answer_at_equals",
+        "point": "mlp2",
+        "accuracy": pytest.approx(0.8),
+        "standard_error": pytest.approx(0.1 / math.sqrt(3)),
+        "control_accuracy": pytest.approx(0.4),
+        "control_accuracy_standard_error": pytest.approx(0.3 / math.sqrt(3)),
+        "selectivity": pytest.approx(0.4),
+        "selectivity_standard_error": pytest.approx(math.sqrt(0.07 / 3)),  # of 0.6, 0.1 and 0.5: variance 0.07
+        "chance": pytest.approx(0.1),
+        "accuracy_either": pytest.approx(0.21),
+        "accuracy_0var": pytest.approx(0.22),
+        "accuracy_1var": pytest.approx(0.33),
+        "accuracy_2var": pytest.approx(0.44),
+        "unconverged": 3,
+    }
+
+
+def test_each_metric_is_read_off_its_own_row_and_column() -> None:
+    """Accuracies count the rows in thousandths, so that each says where it came from."""
+    table = pd.DataFrame([{"target": target, "point": point} for target in TARGETS for point in POINTS])
+    row = np.arange(len(table)) / 1000
+    table["accuracy"], table["control_accuracy"] = 0.1 + row, 0.2 + row
+    table["accuracy_either"], table["selectivity"], table["standard_error"] = 0.3 + row, 0.4 + row, (row - 0.01) ** 2
+    table["selectivity_standard_error"] = table["control_accuracy_standard_error"] = 0.5
+    table["unconverged"] = np.arange(len(table)) % 2
+    values = (0.101, 0.105, 0.109, 0.113, 0.117, 0.122, 0.126, 0.131, 0.322, 0.431, 0.021**2, 16)
+    assert probe.metrics(table) == pytest.approx(dict(zip(METRICS, values, strict=True)))
 
 
 def previous_token_model(task: Task) -> tuple[Weights, Config]:
@@ -241,7 +293,7 @@ def test_probes_find_what_a_previous_token_head_writes_and_nothing_else(tmp_path
 def test_the_stage_writes_every_target_at_every_point_with_its_control(tmp_path: Path, tiny_config: Config) -> None:
     table, metrics = run(tmp_path, weights.initialise(tiny_config, seed=0), tiny_config)
     assert list(zip(table.target, table.point, strict=True)) == [
-        (target, point) for target in probe.REPORTED for point in probe.POINTS
+        (target, point) for target in TARGETS for point in POINTS
     ]
     assert set(table.chance.round(4)) == {0.25, round(CHANCE_AT_N_7, 4)}
     assert np.allclose(table.selectivity, table.accuracy - table.control_accuracy, atol=1e-5)
@@ -250,13 +302,7 @@ def test_the_stage_writes_every_target_at_every_point_with_its_control(tmp_path:
     assert at.control_accuracy["variable_at_number", "embed"] == 1
     assert at.control_accuracy["answer_at_equals", "embed"] == pytest.approx(CHANCE_AT_N_7, abs=0.06)
     assert table.accuracy_0var.isna().sum() == 4 * 4  # variables in the core: no such place in 0var sequences
-    assert list(metrics) == [
-        *(f"{target}_after_{point}" for target, point in probe.REPORTED.items()),
-        "either_value_at_equals_after_attn2",
-        "answer_at_equals_selectivity",
-        "largest_standard_error",
-        "unconverged_probes",
-    ]
+    assert tuple(metrics) == METRICS
     assert all(math.isfinite(value) for value in metrics.values())
 
 
@@ -277,19 +323,33 @@ def test_settings_that_make_no_sense_are_refused_with_their_key(key: str, value:
 
 
 def test_the_figure_shows_every_accuracy_and_control_in_its_cell() -> None:
+    words = {
+        "variable_at_number": "number: its variable (0.01)",
+        "value_at_operand": "operand: its value (0.02)",
+        "distractor_at_operand": "operand: a distractor's value (0.03)",
+        "left_variable_at_equals": "=: left variable (0.04)",
+        "right_variable_at_equals": "=: right variable (0.05)",
+        "left_value_at_equals": "=: left value (0.06)",
+        "right_value_at_equals": "=: right value (0.07)",
+        "answer_at_equals": "=: answer (0.08)",
+    }
     table = pd.DataFrame(
-        [
-            {"target": target, "point": point, "accuracy": i / 40, "control_accuracy": 1 - i / 40, "chance": 0.1}
-            for i, (target, point) in enumerate((t, q) for t in probe.REPORTED for q in probe.POINTS)
-        ]
+        [{"target": t, "point": q, "chance": 0.01 + i / 100} for i, t in enumerate(TARGETS) for q in POINTS]
     )
-    fig = draw.accuracy(table)
-    left, right, _ = fig.axes
-    assert [text.get_text() for text in left.texts] == [f"{a:.2f}" for a in table.accuracy]
-    assert [text.get_text() for text in right.texts] == [f"{a:.2f}" for a in table.control_accuracy]
-    assert left.texts[5].get_position() == (1, 1)
-    assert np.allclose(left.images[0].get_array().ravel(), table.accuracy)
-    assert left.get_yticklabels()[7].get_text().startswith("=: answer")
+    table["accuracy"] = np.arange(len(table)) / 40
+    table["control_accuracy"] = 1 - table.accuracy
+    left, right, _ = draw.accuracy(table).axes
+    for panel, title, column in ((left, "probe", "accuracy"), (right, "control", "control_accuracy")):
+        assert panel.get_title().startswith(title)
+        np.testing.assert_array_equal(panel.images[0].get_array(), table[column].to_numpy().reshape(8, 4))
+        for text, (target, point, accuracy) in zip(
+            panel.texts, table[["target", "point", column]].itertuples(index=False), strict=True
+        ):
+            assert text.get_position() == (POINTS.index(point), TARGETS.index(target))
+            assert text.get_text() == f"{accuracy:.2f}"
+        points = [label.get_text().replace("\n", " ") for label in panel.get_xticklabels()]
+        assert points == ["embedding", "layer 1", "layer 2 attention", "layer 2 MLP"]
+    assert [label.get_text() for label in left.get_yticklabels()] == [words[target] for target in TARGETS]
 
 
 def test_in_the_published_weights_the_value_is_at_equals_and_not_at_the_operand(

@@ -1,6 +1,7 @@
 """Attention patterns, position and identity circuits, shared adder, refinement and score decomposition."""
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,20 +33,24 @@ TABLES = (
     "scores_from_equals",
 )
 HELD_OUT = style.VERMILLION
+OUTLINE = {"fill": False, "edgecolor": style.VERMILLION, "linewidth": 1.2}
+OUTLINED = """where attention that solves the task goes: in layer 1 from a number to its variable
+and from = to both operands, in layer 2 from = to both values"""
 
 
-def attention(table: pd.DataFrame) -> Figure:
+def attention(table: pd.DataFrame, when: str) -> Figure:
     """Layer 1's attention on each example, and below it layer 2's from ``=``; outlined where it should look.
 
     Args:
         table: of `attention_table`, at one moment.
+        when: the moment in words.
     """
     examples = table.sequence.unique()
     rows, columns = -(-len(examples) // 2), 2
     context = table["query"].max() + 1
     fig, axes = style.figure(
         style.PAGE,
-        4.15 * rows,
+        4.15 * rows + 0.6,
         2 * rows,
         columns,
         squeeze=False,
@@ -66,6 +71,8 @@ def attention(table: pd.DataFrame) -> Figure:
             else:
                 axis.set_xlabel("key")
     fig.colorbar(image, ax=axes, label="attention weight", shrink=0.4, aspect=30)
+    fig.suptitle(f"attention {when}", fontsize=9)
+    fig.legend([Rectangle((0, 0), 1, 1, **OUTLINE)], [OUTLINED], loc="outside lower center", handlelength=1.4)
     return fig
 
 
@@ -79,13 +86,13 @@ def _pattern(axis: Axes, part: pd.DataFrame, top: float) -> object:
     axis.tick_params(length=0)
     first = part["query"].min()
     for query, key in part.loc[part.matters, ["query", "key"]].to_numpy():
-        outline = Rectangle((key - 0.5, query - first - 0.5), 1, 1, fill=False, edgecolor=style.VERMILLION, lw=1.2)
+        outline = Rectangle((key - 0.5, query - first - 0.5), 1, 1, **OUTLINE)
         outline.set_clip_on(False)
         axis.add_patch(outline)
     return image
 
 
-def circuits(position: pd.DataFrame, identity: pd.DataFrame, moments: list[str]) -> Figure:
+def circuits(position: pd.DataFrame, identity: pd.DataFrame, when: dict[str, str]) -> Figure:
     """Position circuit beside variable identity, one row a moment; one colour scale for each circuit.
 
     From each row its mean is taken: attention depends on differences within a row alone.
@@ -93,24 +100,24 @@ def circuits(position: pd.DataFrame, identity: pd.DataFrame, moments: list[str])
     Args:
         position: moment, query, key (positions), score.
         identity: moment, query, key (variables), score.
-        moments: which to show.
+        when: the moments to show, in words.
     """
-    fig, axes = style.figure(style.PAGE, 3.1 * len(moments), len(moments), 2, squeeze=False)
+    fig, axes = style.figure(style.PAGE, 3.1 * len(when), len(when), 2, squeeze=False)
     shown = (
         (position, "position circuit", "$P\\,QK_1P^\\top$", "position"),
         (identity, "variable identity", "$V\\,QK_2V^\\top$", "variable"),
     )
     for column, (table, title, formula, unit) in enumerate(shown):
-        table = table[table.moment.isin(moments)]
+        table = table[table.moment.isin(when)]
         table = table.assign(score=table.score - table.groupby(["moment", "query"]).score.transform("mean"))
         limit = table.score.abs().max()
-        for axis, moment in zip(axes[:, column], moments, strict=True):
+        for axis, (moment, words) in zip(axes[:, column], when.items(), strict=True):
             scores = table[table.moment == moment].pivot(index="query", columns="key", values="score")
             image = axis.imshow(scores, cmap=style.DIVERGING, vmin=-limit, vmax=limit)
             axis.set_xticks(range(len(scores)), scores.columns)
             axis.set_yticks(range(len(scores)), scores.index)
             axis.tick_params(length=0)
-            axis.set_title(f"{title}, {MOMENT_WORDS[moment]}")
+            axis.set_title(f"{title}\n{words}")
             axis.set_xlabel(f"key {unit}")
             axis.set_ylabel(f"query {unit}")
             fig.colorbar(image, ax=axis, label=f"{formula} less its row's mean")
@@ -200,14 +207,14 @@ def scores_from_equals(table: pd.DataFrame, accuracy: pd.DataFrame) -> Figure:
     return fig
 
 
-def score_decomposition(table: pd.DataFrame, moments: list[str]) -> Figure:
+def score_decomposition(table: pd.DataFrame, when: dict[str, str]) -> Figure:
     """Layer 2's scores from ``=`` in 1var sequences as 3 × 3 terms, one row a moment.
 
     Args:
         table: of `score_decomposition`, with moment.
-        moments: which to show.
+        when: the moments to show, in words.
     """
-    table = table[(table.form == "1var") & table.moment.isin(moments)]
+    table = table[(table.form == "1var") & table.moment.isin(when)]
     cases = [
         (held_out, position)
         for held_out, kind in ((0, "trained"), (1, "held out"))
@@ -215,9 +222,9 @@ def score_decomposition(table: pd.DataFrame, moments: list[str]) -> Figure:
         if (table.held_out == held_out).any()
     ]
     titles = {"trained": "variable's value", "held out": "variable's value", "constant": "constant"}
-    fig, axes = style.figure(style.PAGE, 1.3 * len(moments) + 0.7, len(moments), len(cases), squeeze=False)
+    fig, axes = style.figure(style.PAGE, 1.3 * len(when) + 0.7, len(when), len(cases), squeeze=False)
     limit = table.score.abs().max()
-    for row, moment in zip(axes, moments, strict=True):
+    for row, (moment, words) in zip(axes, when.items(), strict=True):
         for axis, (held_out, position) in zip(row, cases, strict=True):
             part = table[(table.moment == moment) & (table.held_out == held_out) & (table.position == position)]
             scores = part.pivot(index="query_part", columns="key_part", values="score").loc[[*PARTS], [*PARTS]]
@@ -230,7 +237,7 @@ def score_decomposition(table: pd.DataFrame, moments: list[str]) -> Figure:
             axis.set_yticks([])
             axis.tick_params(length=0)
         row[0].set_yticks(range(len(PARTS)), PARTS)
-        row[0].set_ylabel(f"{MOMENT_WORDS[moment]}\nquery's part", fontsize=7)
+        row[0].set_ylabel(f"{words}\nquery's part", fontsize=7)
     for axis, (held_out, position) in zip(axes[-1], cases, strict=True):
         axis.set_xticks(range(len(PARTS)), PARTS, rotation=45, ha="right", rotation_mode="anchor")
         if position == "constant":  # the middle of its three
@@ -248,18 +255,21 @@ def figures(root: Path) -> Iterator[tuple[str, Figure]]:
     """Every figure of data/circuits below `root` by file stem; those of moments that were not reached are left out."""
     tables = {name: read_table(root / f"data/circuits/{name}.parquet")[0].to_pandas() for name in TABLES}
     by_moment = tables["attention"].groupby("moment", sort=False)
+    steps = json.loads((root / "metrics/progress.json").read_text())
+    steps["final"] = int(pd.read_csv(root / "plots/accuracy.csv").step.iloc[-1])
+    when = {moment: f"{MOMENT_WORDS[moment]}, step {steps[moment]:,}" for moment in by_moment.groups}
     for moment in ("spike_before", "spike", "final"):
-        if moment in by_moment.groups:
-            yield f"circuits_attention_{moment}", attention(by_moment.get_group(moment))
-    reached = set(by_moment.groups)
-    yield "circuits_position_identity", circuits(tables["position"], tables["identity"], ["final"])
-    if {"spike_before", "spike"} <= reached:
-        spike = circuits(tables["position"], tables["identity"], ["spike_before", "spike"])
-        yield "circuits_position_identity_spike", spike
+        if moment in when:
+            yield f"circuits_attention_{moment}", attention(by_moment.get_group(moment), when[moment])
+    final = {"final": when["final"]}
+    yield "circuits_position_identity", circuits(tables["position"], tables["identity"], final)
+    if {"spike_before", "spike"} <= when.keys():
+        sides = {moment: when[moment] for moment in ("spike_before", "spike")}
+        yield "circuits_position_identity_spike", circuits(tables["position"], tables["identity"], sides)
     yield "circuits_cosines", cosines(tables["one_adder"], tables["additivity"])
     if len(tables["accuracy_by_side"]):
         yield "circuits_accuracy_by_side", accuracy_by_side(tables["accuracy_by_side"])
         scores = scores_from_equals(tables["scores_from_equals"], tables["accuracy_by_side"])
         yield "circuits_scores_from_equals", scores
-    moments = [moment for moment in ("assignment", "final") if moment in reached]
-    yield "circuits_score_decomposition", score_decomposition(tables["scores"], moments)
+    learned = {moment: when[moment] for moment in ("assignment", "final") if moment in when}
+    yield "circuits_score_decomposition", score_decomposition(tables["scores"], learned)

@@ -33,7 +33,7 @@ def loss(table: pd.DataFrame) -> Figure:
 
 def _panels(table: pd.DataFrame) -> tuple[Figure, list[Axes]]:
     """One panel a form, the form's colour, a line style for what is held out, one legend below."""
-    fig, axes = style.figure(style.COLUMN, 5.6, rows=len(FORM_WORDS), sharex=True)
+    fig, axes = style.figure(style.COLUMN, 5.6, rows=len(FORM_WORDS), sharex=True, sharey=True)
     shown = {}
     for axis, (form, words) in zip(axes, FORM_WORDS.items(), strict=True):
         for name in table.columns:

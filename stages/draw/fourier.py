@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import Circle
@@ -17,9 +18,10 @@ from stages.draw import style
 
 TABLES = ("neurons", "frequencies", "maps", "planes", "spectra")
 MOST_PANELS = 12  # key frequencies drawn, those with the largest share of the logits' variance
-MOST_LABELS = 75  # numbers of one plane that are written out
+LABELS = 12  # numbers written around a circle, about
 LOSSES = {
     "restricted_loss": ("restricted, held-out pairs", style.BLUE, "-"),
+    "non_key_loss": ("only waves of n + m that are not key, held-out pairs", "0.6", (0, (1, 1))),
     "held_out_loss": ("all of the logits, held-out pairs", style.SKY, (0, (4, 1.2))),
     "excluded_loss": ("excluded, trained pairs", style.VERMILLION, "-"),
     "trained_loss": ("all of the logits, trained pairs", style.ORANGE, (0, (4, 1.2))),
@@ -140,64 +142,75 @@ def spectra(table: pd.DataFrame, frequencies: pd.DataFrame) -> Figure:
     return fig
 
 
-def planes(table: pd.DataFrame, keys: list[int]) -> Figure:
-    """The numbers' embeddings in the plane of each of some key frequencies, each point written as its number.
+def planes(table: pd.DataFrame, frequencies: pd.DataFrame) -> Figure:
+    """The numbers' embeddings in the plane of each of some frequencies, each point tied to its place on the circle.
 
     Args:
         table: k, n, x, y.
-        keys: the frequencies to draw.
+        frequencies: k, circle_r2, of the frequencies to draw.
     """
-    columns = min(3, len(keys))
-    rows = -(-len(keys) // columns)
+    columns = min(3, len(frequencies))
+    rows = -(-len(frequencies) // columns)
     fig, axes = style.figure(
-        style.PAGE * columns / 3, 2.3 * rows + 0.1, rows, columns, sharex=True, sharey=True, squeeze=False
+        style.PAGE * columns / 3, 2.3 * rows + 0.3, rows, columns, sharex=True, sharey=True, squeeze=False
     )
-    for axis, k in zip(axes.flat, keys, strict=False):
-        points = table[table.k == k]
-        every = -(-len(points) // MOST_LABELS)
-        radius = np.hypot(points.x, points.y).mean()
+    for axis, row in zip(axes.flat, frequencies.itertuples(), strict=False):
+        points = _with_places(table[table.k == row.k], row.k)
+        radius = (points.x * points.cos + points.y * points.sin).mean()  # of the circle that fits best
         axis.add_patch(Circle((0, 0), radius, fill=False, color="0.8", linewidth=0.6, zorder=0))
-        axis.scatter(points.x, points.y, s=2, color=style.BLUE, alpha=0 if every == 1 else 1)
-        for point in points[::every].itertuples():
-            axis.text(point.x, point.y, str(point.n), fontsize=5.5, ha="center", va="center")
-        axis.set_title(f"k = {k}")
+        ties = np.stack([points[["x", "y"]], radius * points[["cos", "sin"]]], 1)  # [N, both ends, 2]
+        axis.add_collection(LineCollection(ties, colors="0.5", linewidths=0.6, zorder=1))
+        dots = axis.scatter(points.x, points.y, c=points.n, cmap=style.SEQUENTIAL, vmin=0, vmax=len(points) - 1, s=7)
+        apart = points.drop_duplicates("place")  # where N and k have a common factor, numbers share a place
+        for point in apart[:: max(1, len(apart) // LABELS)].itertuples():
+            place = 1.4 * radius * point.cos, 1.4 * radius * point.sin
+            axis.text(*place, str(point.n), fontsize=6, ha="center", va="center")
+        axis.set_title(f"k = {row.k} (R² {row.circle_r2:.3f})")
         axis.set_aspect("equal")
+        axis.update_datalim(1.5 * radius * np.array([[-1, -1], [1, 1]]))  # room for the numbers
+        axis.autoscale_view()
         axis.xaxis.set_major_locator(MaxNLocator(3))
         axis.yaxis.set_major_locator(MaxNLocator(3))
-    _hide_unused(axes, len(keys))
+    _hide_unused(axes, len(frequencies))
     fig.supxlabel("along the cosine's direction", fontsize=8)
     fig.supylabel("along the sine's direction", fontsize=8)
+    fig.colorbar(dots, ax=axes.ravel().tolist(), label="number n", shrink=0.4, aspect=30)
     return fig
 
 
+def _with_places(points: pd.DataFrame, k: int) -> pd.DataFrame:
+    """Points with their place k·n modulo N on a circle, with its cos and sin, in the order of the places."""
+    place = k * points.n % len(points)
+    angle = 2 * np.pi * place / len(points)
+    return points.assign(place=place, cos=np.cos(angle), sin=np.sin(angle)).sort_values(["place", "n"])
+
+
 def phases(table: pd.DataFrame) -> Figure:
-    """Each live neuron's output phase against the sum of its operands' phases. `table`: the neurons."""
+    """Each live neuron's output phase against the sum of its operands' phases, both within a turn.
+
+    Phases are the same a whole turn on, so that the corners at the top left and bottom right lie next to the diagonal.
+    `table`: the neurons.
+    """
     fig, axis = style.figure(style.COLUMN, 2.9)
     live = table[table.live].sort_values("explained_variance")
     operands = np.angle(np.exp(1j * (live.output_phase - live.phase_error)))
-    # Drawn next to the diagonal, beyond ±π where it must be: phases are the same a whole turn on.
     points = axis.scatter(
-        operands, operands + live.phase_error, c=live.explained_variance, cmap=style.SEQUENTIAL, s=5, vmin=0, vmax=1
+        operands, live.output_phase, c=live.explained_variance, cmap=style.SEQUENTIAL, s=5, vmin=0, vmax=1
     )
-    axis.plot([-np.pi, np.pi], [-np.pi, np.pi], color="0.3", linewidth=0.6, zorder=0, label="γ = α + β")
-    axis.legend(loc="upper left")
+    axis.plot([-np.pi, np.pi], [-np.pi, np.pi], color=style.VERMILLION, linewidth=0.8, label="γ = α + β")
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1))
     fig.colorbar(points, label="explained variance")
-    _turns(axis)
+    for ticks in (axis.set_xticks, axis.set_yticks):
+        ticks([-np.pi, 0, np.pi], ["-π", "0", "π"])
+    axis.set_aspect("equal")
     axis.set_xlabel("α + β, of the operands")
     axis.set_ylabel("γ, of the output")
     return fig
 
 
-def _turns(axis: Axes) -> None:
-    """Ticks in units of π, one turn across and two up."""
-    words = {-2: "-2π", -1: "-π", 0: "0", 1: "π", 2: "2π"}
-    axis.set_xticks([-np.pi, 0, np.pi], ["-π", "0", "π"])
-    axis.set_yticks([np.pi * turn for turn in words], words.values())
-
-
 def losses(table: pd.DataFrame) -> Figure:
-    """Restricted and excluded loss against step, beside the loss of the logits as they are. `table`: step and these."""
-    fig, axis = style.figure(style.COLUMN, 2.9)
+    """Every one of `LOSSES` against step. `table`: step and these."""
+    fig, axis = style.figure(style.COLUMN, 3.1)
     for name, (words, colour, line) in LOSSES.items():
         axis.plot(table.step, table[name], label=words, color=colour, linestyle=line)
     axis.set_yscale("log")
@@ -224,6 +237,6 @@ def figures(root: Path) -> Iterator[tuple[str, Figure]]:
         if len(drawn):
             yield "fourier_neurons", neurons(tables["maps"], drawn)
     if len(drawn):
-        yield "fourier_planes", planes(tables["planes"], drawn.k.tolist())
+        yield "fourier_planes", planes(tables["planes"], drawn)
     yield "fourier_spectra", spectra(tables["spectra"], frequencies)
     yield "fourier_loss", losses(pd.read_csv(root / "plots/fourier.csv"))

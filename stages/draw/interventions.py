@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from stages.draw import style
 
@@ -23,6 +24,8 @@ GROUP_COLOURS = {
     "1var, variable right": style.ORANGE,
     "2var": style.GREEN,
 }
+CROSS = {"color": "0.1", "linestyle": "", "marker": "x", "markersize": 4}
+CIRCLE = CROSS | {"marker": "o", "markerfacecolor": "white"}
 GROUP_MARKERS = dict(zip(GROUP_COLOURS, "<>o", strict=True))
 ABLATED_WORDS = {
     "nothing": "nothing",
@@ -49,16 +52,22 @@ def interchange(table: pd.DataFrame) -> Figure:
         def shares(variant: str, column: str, group: str = group) -> list[float]:
             return [final[column].get((name, group, variant, "final"), np.nan) for name in EXPERIMENT_WORDS]
 
-        axis.bar(x, shares("interchange", "accuracy_counterfactual"), 0.9 * width, color=colour, label=group)
-        axis.plot(x, shares("interchange", "accuracy_original"), "x", color="0.1", markersize=4)
-        axis.plot(x, shares("placebo", "unchanged"), "o", color="0.1", markerfacecolor="white", markersize=4)
-    axis.plot([], [], "o", color="0.1", markerfacecolor="white", markersize=4, label="placebo: predictions unchanged")
-    axis.plot([], [], "x", color="0.1", markersize=4, label="interchange: original answer")
+        axis.bar(x, shares("interchange", "accuracy_counterfactual"), 0.9 * width, color=colour)
+        axis.plot(x, shares("interchange", "accuracy_original"), **CROSS)
+        axis.plot(x, shares("placebo", "unchanged"), **CIRCLE)
     axis.set_xticks(range(len(EXPERIMENT_WORDS)), EXPERIMENT_WORDS.values())
     axis.tick_params(axis="x", length=0)
     axis.set_ylim(-0.03, 1.05)
-    axis.set_ylabel("share of sequences with\nthe counterfactual answer")
-    fig.legend(loc="outside upper center", ncols=5, handlelength=1.2, columnspacing=1.2)
+    axis.set_ylabel("share of sequences")
+    groups = {group: Patch(color=colour) for group, colour in GROUP_COLOURS.items()}
+    marks = {
+        "bar: counterfactual answer after interchange": Patch(color="0.6"),
+        "original answer after interchange": Line2D([], [], **CROSS),
+        "prediction unchanged by placebo": Line2D([], [], **CIRCLE),
+    }
+    columns = [entry for column in zip(groups.items(), marks.items(), strict=True) for entry in column]
+    words, handles = zip(*columns, strict=True)
+    fig.legend(handles, words, loc="outside upper center", ncols=3, handlelength=1.2)
     return fig
 
 
@@ -88,7 +97,7 @@ def by_moment(table: pd.DataFrame) -> Figure:
     lines = [Line2D([], [], color=colour, marker=GROUP_MARKERS[group]) for group, colour in GROUP_COLOURS.items()]
     lines.append(Line2D([], [], color="0.2", linestyle=":"))
     words = [*(f"{group}: counterfactual" for group in GROUP_COLOURS), "unpatched: original answer"]
-    fig.legend(lines, words, loc="outside upper center", ncols=4, columnspacing=1.2)
+    fig.legend(lines, words, loc="outside upper center", ncols=2, columnspacing=3)
     return fig
 
 
@@ -115,7 +124,7 @@ def ablation(table: pd.DataFrame) -> Figure:
         axis.text((i + 0.5) * len(forms) - 0.5, -0.65, words, ha="center", va="bottom", fontsize=7)
     axis.set_xticks(range(accuracy.shape[1]), forms * len(moments), rotation=90)
     axis.set_yticks(range(len(ABLATED_WORDS)), ABLATED_WORDS.values())
-    axis.set_ylabel("at its mean")
+    axis.set_ylabel("replaced by its mean")
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
     fig.colorbar(image, ax=axis, label="accuracy (%)", pad=0.02)

@@ -51,6 +51,12 @@ def _mean_squares(N: int) -> np.ndarray:
     return np.where(2 * np.arange(1, N // 2 + 1) == N, 1.0, 0.5)
 
 
+def strongest(energy: np.ndarray) -> np.ndarray:
+    """The frequency at which each of M functions has most: [K, M] → [M]; 0 for a function that has nothing anywhere."""
+    energy = np.nan_to_num(energy)
+    return np.where(energy.any(0), energy.argmax(0) + 1, 0)
+
+
 def keep(values: np.ndarray, k: np.ndarray) -> np.ndarray:
     """The part of functions of a number [N, M] that lies at the frequencies `k`."""
     N = len(values)
@@ -103,8 +109,7 @@ class PairWaves:
     @property
     def best_k(self) -> np.ndarray:
         """The frequency [M] that explains most; 0 for a function that does not vary."""
-        explained = np.nan_to_num(self.explained_variance)
-        return np.where(explained.any(0), explained.argmax(0) + 1, 0)
+        return strongest(self.explained_variance)
 
     def table(self) -> pd.DataFrame:
         """A row for each function (its number in `index`) and k: explained variance, amplitude and phase by operand."""
@@ -177,6 +182,37 @@ def plane(vectors: np.ndarray, k: int) -> np.ndarray:
     left, _, right = np.linalg.svd(vectors.T @ functions, full_matrices=False)  # [d, N] @ [N, 2]
     points = (vectors - vectors.mean(0)) @ left @ right  # [N, d] @ [d, 2] @ [2, 2]
     return np.pad(points, ((0, 0), (0, 2 - points.shape[1])))
+
+
+def circle_r2(vectors: np.ndarray) -> np.ndarray:
+    """How well `plane` puts the numbers on an exact circle at every frequency: [N, d] → [K].
+
+    R² of r · (cos(2πkn/N), sin(2πkn/N)) with the best radius r. Other frequencies in the plane lower it, and so do
+    directions of cosine and sine that are not equally long or not orthogonal.
+    """
+    N, found = len(vectors), []
+    for k in range(1, N // 2 + 1):
+        functions = basis(N)[:, frequencies(N) == k]
+        points = plane(vectors, k)[:, : functions.shape[1]]
+        total = functions.shape[1] * (points**2).sum()
+        found.append((functions * points).sum() ** 2 / total if total > 0 else np.nan)
+    return np.array(found)
+
+
+def circle_table(vectors: np.ndarray, rng: np.random.Generator) -> pd.DataFrame:
+    """The numbers' vectors [N, d] at every frequency: a row for each, in order.
+
+    Returns:
+        circle_share of the centred vectors' sum of squares, circle_r2, and circle_r2_random of normal vectors.
+    """
+    by_frequency = energy(waves(vectors), len(vectors)).sum(1)  # [K]
+    return pd.DataFrame(
+        {
+            "circle_share": by_frequency / by_frequency.sum(),
+            "circle_r2": circle_r2(vectors),
+            "circle_r2_random": circle_r2(rng.normal(size=vectors.shape)),
+        }
+    )
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:

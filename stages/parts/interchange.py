@@ -106,10 +106,24 @@ def draw_scene(task: Task, form: int, size: int, rng: np.random.Generator) -> Sc
     return scene[np.flatnonzero(candidates.any(1))[:size]]
 
 
+def draw_distracted(task: Task, form: int, size: int, rng: np.random.Generator) -> np.ndarray:
+    """`size` sequences [B, T] of a form with a distractor, an assigned variable that is not in the core.
+
+    None where the task leaves no room for a distractor.
+    """
+    tokens = lay_out(task, draw_problems(task, form, SURPLUS * size, rng), rng)
+    assigned = (tokens[:, : task.prefix] >= task.first_variable).sum(1)
+    return tokens[assigned > form][:size]
+
+
 def mlp2_input(task: Task, scene: Scene, rng: np.random.Generator) -> Interchange:
     """MLP2's input at ``=`` from a 0var run: the same assignments, with constants n1', n2' of another sum in the core.
 
     The residual stream that passes MLP2 by stays the target's. Placebo: the constants are the target's n1, n2.
+
+    A whole input decides what MLP2 says whatever the target run does by itself: this succeeds as soon as sums of
+    constants are learned, on targets that the model cannot solve yet. It shows that MLP2's output decides the answer,
+    and nothing about the adder being shared; for that see `mlp2_input_one_operand`.
     """
     n1, n2 = layouts.values(task, scene.tokens).T
     first = rng.integers(task.N, size=len(n1))
@@ -127,9 +141,9 @@ def mlp2_input(task: Task, scene: Scene, rng: np.random.Generator) -> Interchang
 def mlp2_input_one_operand(task: Task, scene: Scene, rng: np.random.Generator) -> Interchange:
     """To MLP2's input at ``=`` is added what changes in a 0var run with n1, n2 when one of them becomes another number.
 
-    A whole input decides what MLP2 says whatever the target run does by itself; here a sum begun with variables has to
-    go on with constants. The number that changes is the asked variable's. Placebo: the change from the 0var run with
-    n1, n2 to another one that differs from it in the assignments.
+    The test of one adder for both: a sum begun with variables has to go on with constants. The number that changes is
+    the asked variable's. Placebo: the change from the 0var run with n1, n2 to another one that differs from it in the
+    assignments.
     """
     n1, n2 = layouts.values(task, scene.tokens).T
     shift = rng.integers(1, task.N, size=len(n1))
@@ -148,7 +162,8 @@ def mlp2_input_one_operand(task: Task, scene: Scene, rng: np.random.Generator) -
 def layer1_at_equals(task: Task, scene: Scene, rng: np.random.Generator) -> Interchange:
     """Layer 1's output at ``=`` from the same sequence asking for the other variable in place of the asked one.
 
-    Placebo: a sequence with the same core, all assignments redrawn.
+    Left of a constant the exchange may fail for a reason of its own, see `layer1_at_equals_and_right`. Placebo: a
+    sequence with the same core, all assignments redrawn.
     """
     donors = scene.tokens.copy()
     donors[scene.rows, scene.side - 3] = scene.other
@@ -194,8 +209,9 @@ def layer1_at_one_value(task: Task, scene: Scene, rng: np.random.Generator) -> I
     """Layer 1's output at the other variable's number alone, from a run in which that number is the asked variable's.
 
     So that no second number is bound to the asked variable, the target has it renamed, where it is assigned, to a
-    variable that the sequence does not have; the original answer is the one before. The donor is the target with the
-    other variable renamed to the asked one. Placebo: the target with all numbers redrawn.
+    variable that the sequence does not have: without a patch, a model that binds cannot answer. The original answer is
+    the one before the renaming. The donor is the target with the other variable renamed to the asked one. Placebo: the
+    target with all numbers redrawn.
     """
     variables = task.first_variable + np.arange(task.variables)
     assigned = (scene.tokens[:, : task.prefix, None] == variables).any(1)  # [B, variables]
