@@ -23,7 +23,7 @@ from stages.core.checkpoints import MODEL
 from stages.core.circuit_form import Circuits, forward
 from stages.core.layouts import values
 from stages.core.params import InputError
-from stages.core.task import CONSTANT, Operands, Split, Task, read_table
+from stages.core.task import CONSTANT, Operands, Split, Task, read_table, read_trained_pairs
 from stages.core.text import to_text, to_tokens
 from stages.core.weights import load
 
@@ -69,10 +69,8 @@ def trained_pairs(file: Path, task: Task) -> np.ndarray | None:
     """Which pairs training saw, bool [N, N]; None where the file is absent or for another task."""
     if not file.exists():
         return None
-    table, found = read_table(file)
-    if found != task:
-        return None
-    return table.column("trained").to_numpy().reshape(task.N, task.N)
+    _, found = read_table(file, columns=("n1", "n2", "trained"))
+    return read_trained_pairs(file.parent, task) if found == task else None
 
 
 @torch.no_grad()
@@ -159,6 +157,8 @@ def looks_by_token(said: Answer) -> list[tuple[str, float, float]]:
 
 def questions() -> Iterator[str]:
     """The lines of standard input that are not empty; with a prompt where a person types and reads."""
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # what is no text shall be answered like other nonsense
     prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     while True:
         try:

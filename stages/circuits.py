@@ -143,7 +143,9 @@ def generator(seed: int, use: int) -> np.random.Generator:
 @torch.no_grad()
 def main(
     folder: Annotated[Path, typer.Option("--checkpoints", help="Folder of checkpoints.")] = checkpoints.CHECKPOINTS,
-    model: Annotated[Path, typer.Option(help="The final weights.")] = checkpoints.MODEL,
+    model: Annotated[
+        Path | None, typer.Option(help="The final weights; without, the pipeline's, or the last of --checkpoints.")
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder that has metrics/progress.json; metrics/ and data/ below it are written to.")
     ] = Path("."),
@@ -153,7 +155,8 @@ def main(
     p = params.read(params_file, "circuits", CircuitsParams)
     moments = checkpoints.read_moments(out / "metrics/progress.json")
     by_moment: dict[str, list[pd.DataFrame]] = {"attention": [], "position": [], "identity": [], "scores": []}
-    for moment, file in moment_files(folder, model, moments).items():
+    final = checkpoints.final_model(model, folder)
+    for moment, file in moment_files(folder, final, moments).items():
         weights, config = load_checked(file, params_file)
         task, circuits = config.task, Circuits.of(weights)  # after the loop: the final model's
         tables = (

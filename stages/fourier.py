@@ -237,7 +237,9 @@ def summary(neurons: pd.DataFrame, frequencies: pd.DataFrame, last: pd.Series) -
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Weights to fit.")] = checkpoints.MODEL,
+    model: Annotated[
+        Path | None, typer.Option(help="Weights to fit; without, the pipeline's, or the last of --checkpoints.")
+    ] = None,
     checkpoint_folder: Annotated[
         Path, typer.Option("--checkpoints", help="Folder of the checkpoints that the losses follow.")
     ] = checkpoints.CHECKPOINTS,
@@ -247,7 +249,7 @@ def main(
 ) -> None:
     """Fit every neuron by waves, find the key frequencies, and follow restricted and excluded loss through training."""
     p = params.read(params_file, "fourier", FourierParams)
-    weights, config = checkpoints.load_checked(model, params_file)
+    weights, config = checkpoints.load_checked(checkpoints.final_model(model, checkpoint_folder), params_file)
     task, circuits = config.task, Circuits.of(weights)
     trained = read_trained_pairs(data, task)
 

@@ -218,6 +218,8 @@ def read_accuracy(file: Path, steps: list[int]) -> pd.DataFrame:
         accuracy = pd.read_csv(file)
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read ({error}): make it with `dvc repro evaluate`") from None
+    if not all(pd.api.types.is_numeric_dtype(kind) for kind in accuracy.dtypes) or len(accuracy.columns) < 2:
+        raise InputError(f"{file} is not a table of accuracies: make it with `dvc repro evaluate`")
     if "step" not in accuracy or accuracy.step.tolist() != steps:
         raise InputError(f"{file} is not of the same steps as the checkpoints: make it again with stage evaluate")
     return accuracy

@@ -247,7 +247,7 @@ def test_a_model_that_moves_nothing_has_one_input_of_the_adder_for_every_pair_an
 def test_published_weights_share_one_adder_and_add_values(reference: Path) -> None:
     circuits, config = published(reference, 39901)
     task, rng = config.task, generator(0, 1)
-    adder = pd.concat([one_adder(circuits, task, rng) for _ in range(2)])
+    adder = pd.concat([one_adder(circuits, task, rng) for _ in range(8)])
     sums, r2 = additivity(circuits, task, generator(0, 2))
     tokens, answers = refinement.problems_by_side(task, 50, generator(0, 3))
     accuracy = refinement.accuracy_by_side(circuits, task, tokens, answers)
@@ -257,7 +257,7 @@ def test_published_weights_share_one_adder_and_add_values(reference: Path) -> No
         assert (adder[f"cosine_{form}"] > adder[f"mismatched_{form}"]).mean() > 0.99
     assert found["one_adder_cosine_1var"] == pytest.approx(0.973, abs=0.02)
     assert found["one_adder_cosine_2var"] == pytest.approx(0.957, abs=0.02)
-    assert found["one_adder_cosine_mismatched"] == pytest.approx(0.11, abs=0.02)
+    assert found["one_adder_cosine_mismatched"] == pytest.approx(0.13, abs=0.02)
     assert found["additivity_cosine"] == pytest.approx(0.987, abs=0.02)
     assert found["additivity_cosine_shuffled"] == pytest.approx(0.533, abs=0.02)
     assert found["additivity_r2"] == pytest.approx(0.980, abs=0.02)

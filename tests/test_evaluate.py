@@ -179,3 +179,25 @@ def test_data_of_two_tasks_do_not_mix(tiny_data: Path, tiny_config) -> None:
     write_table(tiny_data / "exact.parquet", [table], task.model_copy(update={"left_only": 0}))
     with pytest.raises(InputError, match=r"task\.left_only = 0"):
         evaluate.load_sequences(tiny_data)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "3", "null", '{"addition": "x"}', "{", "\xff"])
+def test_moments_that_no_progress_stage_wrote_are_refused_in_a_sentence(tmp_path: Path, content: str) -> None:
+    from stages.core.checkpoints import read_moments
+
+    file = tmp_path / "progress.json"
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(InputError, match=r"dvc repro progress"):
+        read_moments(file)
+    with pytest.raises(InputError, match=r"cannot be read"):
+        read_moments(tmp_path)
+
+
+def test_checkpoints_from_elsewhere_are_judged_with_their_own_last_model(monkeypatch, tmp_path, tiny_config) -> None:
+    from stages.core.checkpoints import CHECKPOINTS, MODEL, final_model
+
+    monkeypatch.chdir(tmp_path)
+    write_checkpoints(tmp_path / "some", tiny_config, range(3))
+    assert final_model(None, CHECKPOINTS) == final_model(None, CHECKPOINTS.absolute()) == MODEL
+    assert final_model(None, tmp_path / "some").name == checkpoint_name(2)
+    assert final_model(Path("other"), tmp_path / "some") == Path("other")

@@ -32,8 +32,10 @@ def find(folder: Path) -> dict[int, Path]:
 
 def load_all(folder: Path, params_file: Path = params.PARAMS) -> Iterator[tuple[int, Weights, Config]]:
     """The checkpoints in order, as (step, weights, config); see `load_checked`."""
-    for step, file in find(folder).items():
-        yield step, *load_checked(file, params_file)
+    files = find(folder)
+    wanted = wanted_config(min(files.values()), params_file)
+    for step, file in files.items():
+        yield step, *_load(file, wanted)
 
 
 def load_checked(file: Path, params_file: Path = params.PARAMS) -> tuple[Weights, Config]:
@@ -44,9 +46,26 @@ def load_checked(file: Path, params_file: Path = params.PARAMS) -> tuple[Weights
     Raises:
         InputError: the file is damaged, or this pipeline's and made with other parameters.
     """
+    return _load(file, wanted_config(file, params_file))
+
+
+def wanted_config(file: Path, params_file: Path) -> Config | None:
+    """The task and sizes that a file of this pipeline must have; None for one from elsewhere."""
+    if file.resolve() != MODEL.resolve() and file.resolve().parent != CHECKPOINTS.resolve():
+        return None
+    return Config(params.read(params_file, "task", Task), params.read(params_file, "model", ModelConfig))
+
+
+def final_model(model: Path | None, folder: Path) -> Path:
+    """The final weights that go with a folder of checkpoints: those named, this pipeline's, or the last checkpoint."""
+    if model is not None:
+        return model
+    return MODEL if folder.resolve() == CHECKPOINTS.resolve() else list(find(folder).values())[-1]
+
+
+def _load(file: Path, wanted: Config | None) -> tuple[Weights, Config]:
     weights, config = load(file)
-    if file == MODEL or file.parent == CHECKPOINTS:
-        wanted = Config(params.read(params_file, "task", Task), params.read(params_file, "model", ModelConfig))
+    if wanted is not None:
         check_config(config, wanted, str(file))
     return weights, config
 
@@ -54,7 +73,10 @@ def load_checked(file: Path, params_file: Path = params.PARAMS) -> tuple[Weights
 def read_moments(file: Path) -> dict[str, int | None]:
     """The steps of the phases and of the spike from metrics/progress.json; None for what was not reached."""
     try:
-        metrics = json.loads(file.read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
+        metrics = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read ({error}): make it with `dvc repro progress`") from None
-    return {name: metrics[name] for name in MOMENTS}
+    moments = {name: metrics.get(name, "missing") if isinstance(metrics, dict) else "missing" for name in MOMENTS}
+    if not all(step is None or type(step) is int for step in moments.values()):
+        raise InputError(f"{file} is not what stage progress writes: make it with `dvc repro progress`")
+    return moments
