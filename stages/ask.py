@@ -65,12 +65,12 @@ class Answer:
     layer2: list[float]
 
 
-def trained_pairs(file: Path, task: Task) -> np.ndarray | None:
-    """Which pairs training saw, bool [N, N]; None where the file is absent or for another task."""
-    if not file.exists():
+def trained_pairs(folder: Path, task: Task) -> np.ndarray | None:
+    """Which pairs training saw, bool [N, N]; None where the folder has no pairs.parquet, or one for another task."""
+    file = folder / "pairs.parquet"
+    if not file.exists() or read_table(file)[1] != task:
         return None
-    _, found = read_table(file, columns=("n1", "n2", "trained"))
-    return read_trained_pairs(file.parent, task) if found == task else None
+    return read_trained_pairs(folder, task)
 
 
 @torch.no_grad()
@@ -180,7 +180,7 @@ def main(
     """Put a problem to a trained model."""
     weights, config = load(model)
     task, circuits = config.task, Circuits.of(weights)
-    trained = trained_pairs(data / "pairs.parquet", task)
+    trained = trained_pairs(data, task)
     console = Console(highlight=False, soft_wrap=True)
 
     def respond(text: str) -> None:

@@ -111,11 +111,11 @@ def test_pairs_of_another_task_are_not_used(tiny_config: Config, tmp_path: Path)
     other = Task(N=5, variables=4, context=10, left_only=1, right_only=1)
     for name, of in (("own", task), ("other", other)):
         trained = np.arange(of.N**2) % 3 == 0
-        tasks.write_table(tmp_path / f"{name}.parquet", [pair_table(of.N, trained)], of)
-    found = trained_pairs(tmp_path / "own.parquet", task)
+        tasks.write_table(tmp_path / name / "pairs.parquet", [pair_table(of.N, trained)], of)
+    found = trained_pairs(tmp_path / "own", task)
     assert found[1, 2] and not found[2, 0]  # rows are the first number: 1·7 + 2 is a multiple of 3, 2·7 + 0 is not
-    assert trained_pairs(tmp_path / "other.parquet", task) is None
-    assert trained_pairs(tmp_path / "absent.parquet", task) is None
+    assert trained_pairs(tmp_path / "other", task) is None
+    assert trained_pairs(tmp_path / "absent", task) is None
 
 
 def test_the_published_model_answers_right(reference: Path) -> None:
@@ -169,3 +169,11 @@ def test_without_a_model_one_line_says_how_to_get_one(tmp_path: Path) -> None:
     assert ended.returncode == 1 and not ended.stdout
     assert len(ended.stderr.splitlines()) == 1
     assert "dvc repro" in ended.stderr and "dvc pull" in ended.stderr
+
+
+def test_another_file_in_the_place_of_the_pairs_is_refused_in_a_sentence(tiny_config: Config, tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    tasks.write_table(tmp_path / "pairs.parquet", [pa.table({"form": ["0var"]})], tiny_config.task)
+    with pytest.raises(InputError, match="has no column 'n1'"):
+        trained_pairs(tmp_path, tiny_config.task)
