@@ -21,7 +21,7 @@ WORDS = {
     "generate.f": "f, fraction of the pairs seen in training",
     "0var_exact": "held-out pairs (0var_exact)",
     "2var_exact": "held-out 2var problems (2var_exact)",
-    DELAY: "grokking delay (×: not reached)",
+    DELAY: "grokking delay (×: none)",
 }
 PHASES = {
     "addition": (style.BLUE, "o"),
