@@ -316,10 +316,11 @@ def on_cluster(clone: Clone, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         pytest.skip(reason)
     arguments = ("run", "cluster", "--executor", "slurm", "--partition", slurm.PARTITION, "--cpus", "1")
     state = Path(clone.env["ASSIGN_AND_ADD_STATE"])
-    with slurm.cluster(tmp_path_factory.mktemp("slurm")) as variable:
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm.cluster(folder) as variable:
         clone.env |= variable
         command = [sys.executable, *SWEEP, *arguments]
-        with (clone.folder / ".dvc/tmp/first").open("w+") as output:
+        with (folder / "first").open("w+") as output:
             first = subprocess.Popen(command, cwd=clone.folder, env=clone.env, stdout=output, stderr=subprocess.STDOUT)
             try:
                 slurm.wait_for(lambda: list(state.glob("*/checkpoints/step_00000[2-9]*")), PATIENCE, "checkpoint")
@@ -395,6 +396,13 @@ def test_an_experiment_that_never_adds_is_a_cross_and_no_point_of_the_curve(tabl
     curve, crosses = axis.lines
     assert [point for point in curve.get_xydata().tolist() if not math.isnan(point[1])] == [[1, 50], [2, 100]]
     assert crosses.get_marker() == "x" and crosses.get_xdata().tolist() == [3]
+
+
+@pytest.mark.parametrize("delays, top", [([50, 100, None], 100), ([0, 0, 0], 1000), ([None, None, None], 1000)])
+def test_delays_are_drawn_from_zero_on_an_axis_of_steps(table: pd.DataFrame, delays: list, top: int) -> None:
+    table = table.rename(columns={"train.seed": "train.lr"}).assign(grokking_delay=pd.Series(delays, dtype=float))
+    low, high = drawing.accuracies(table).axes[2].get_ylim()
+    assert -0.1 * top < low < 0 and top < high < 1.3 * top
 
 
 def test_both_published_thresholds_are_marked_where_both_sweeps_are_collected(

@@ -60,7 +60,8 @@ def panel(axis: Axes, table: pd.DataFrame, measure: str) -> None:
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter("{x:g}")
     if measure == DELAY:
-        axis.margins(y=0.15)
+        longest = table[measure].max() if table[measure].any() else table["train.steps"].max()
+        axis.set_ylim(-0.05 * longest, 1.15 * longest)
     else:
         axis.set_ylim(-0.03, 1.03)
     threshold, judged = PUBLISHED.get(x, (None, ""))
