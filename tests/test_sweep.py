@@ -77,6 +77,15 @@ def test_names_spell_whole_parameters_where_their_last_words_are_the_same() -> N
     ]
 
 
+def test_a_product_of_more_parameters_leaves_the_names_of_the_others_as_they_are() -> None:
+    first = {"train.r": [0.1, 0.2]}
+    assert names({"vary": [first, {**first, "train.seed": [1]}]}) == [
+        *names({"vary": [first]}),
+        "g-r=0.1-seed=1",
+        "g-r=0.2-seed=1",
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -422,3 +431,14 @@ def test_both_published_thresholds_are_marked_where_both_sweeps_are_collected(
     assert [text.get_text() for axis in (left, right) for text in axis.texts] == ["published: 0.2", "published: 0.25"]
     lines = {line.get_label(): line.get_xydata().tolist() for line in left.lines if line.get_marker() != "None"}
     assert lines == {"r_mode frequency": [[0.5, 0.1]], "r_mode subset": [[0.01, 0.9], [0.5, 0.3]]}
+
+
+def test_seeds_of_a_sweep_over_another_parameter_are_lines_of_their_own(tmp_path: Path, table: pd.DataFrame) -> None:
+    (tmp_path / "plots").mkdir()
+    table = table.assign(**{"train.r": [0.1, 0.2, 0.3]})
+    more = pd.concat([table.assign(**{"train.seed": seed}) for seed in (1, 2)])
+    more.to_csv(tmp_path / "plots/sweep_r.csv", index=False)
+    (figure,) = dict(drawing.figures(tmp_path)).values()
+    labels = {line.get_label() for line in figure.axes[0].lines}
+    assert labels == {"seed 1", "seed 2"}
+    assert figure.axes[1].get_xlabel() == drawing.WORDS["train.r"]

@@ -136,7 +136,6 @@ def figures(root: Path) -> Iterator[tuple[str, Figure]]:
     """The figures of the sweeps that are collected below `root`: (file stem, figure)."""
     tables = {file.stem: pd.read_csv(file) for file in sorted((root / "plots").glob("sweep_*.csv"))}
     for stem, table in tables.items():
-        over_seeds = any("." in name and name.endswith("seed") for name in table.columns)
-        yield stem, phases(table) if over_seeds else accuracies(table)
+        yield stem, phases(table) if swept(table).endswith("seed") else accuracies(table)
     if {"sweep_r", "sweep_f"} <= tables.keys():
         yield "sweep_thresholds", thresholds(tables["sweep_r"], tables["sweep_f"])
