@@ -83,6 +83,11 @@ def check_splits(fig: Figure, table: pd.DataFrame) -> None:
         lines = [line for line in axis.lines if len(line.get_xdata()) == len(STEPS)]
         names = {column_of(line, table): words[looks(line)] for line in lines}
         assert all(name.startswith(form) for name in names)
+        strong, weak = (
+            {line.get_color() for line in lines if column_of(line, table).endswith("_2") == two}
+            for two in (False, True)
+        )
+        assert len(strong) == 1 and len(weak) == (form == "2var") and not strong & weak
         drawn |= names
     assert drawn == SPLITS
 

@@ -32,20 +32,21 @@ def loss(table: pd.DataFrame) -> Figure:
 
 
 def _panels(table: pd.DataFrame) -> tuple[Figure, list[Axes]]:
-    """One panel a form, the form's colour, a line style for what is held out, one legend below."""
+    """One panel a form, the form's colour, a line style and strength for what is held out, one legend below."""
     fig, axes = style.figure(style.COLUMN, 5.6, rows=len(FORM_WORDS), sharex=True, sharey=True)
     shown = {}
     for axis, (form, words) in zip(axes, FORM_WORDS.items(), strict=True):
         for name in table.columns:
             kind = name.removeprefix(f"{form}_")
             if kind in style.KIND_STYLES:
-                axis.plot(table.step, table[name], color=style.FORM_COLOURS[form], linestyle=style.KIND_STYLES[kind])
-                shown[style.KIND_WORDS[kind]] = style.KIND_STYLES[kind]
+                colour, line = style.kind_colour(style.FORM_COLOURS[form], kind), style.KIND_STYLES[kind]
+                axis.plot(table.step, table[name], color=colour, linestyle=line)
+                shown[style.KIND_WORDS[kind]] = {"color": style.kind_colour("0.2", kind), "linestyle": line}
         axis.set_title(words, loc="left", color=style.FORM_COLOURS[form])
         axis.margins(x=0)
     axes[-1].set_xlabel("training step")
     words = [words for words in dict.fromkeys(style.KIND_WORDS.values()) if words in shown]
-    lines = [Line2D([], [], color="0.2", linestyle=shown[kind]) for kind in words]
+    lines = [Line2D([], [], **shown[kind]) for kind in words]
     fig.legend(lines, words, loc="outside lower center", handlelength=3.5)
     return fig, list(axes)
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import matplotlib
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 COLUMN = 3.4  # inches, the width of one column of a two-column page
@@ -42,6 +43,7 @@ KIND_WORDS = {
     "both_restricted_1": "held-out pair, one held-out position",
     "both_restricted_2": "held-out pair, two held-out positions",
 }
+LIGHTER = ("var_restricted_2", "both_restricted_2")  # on thin lines, dashes alone do not tell one from two positions
 SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
 
 SETTINGS = {
@@ -57,6 +59,11 @@ SETTINGS = {
     "axes.spines.right": False,
     "figure.dpi": 200,
 }
+
+
+def kind_colour(colour: str, kind: str) -> str:
+    """A form's colour for one kind of split, half as strong with two held-out positions."""
+    return to_hex([(1 + part) / 2 for part in to_rgb(colour)]) if kind in LIGHTER else colour
 
 
 def figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: object) -> tuple[Figure, object]:
