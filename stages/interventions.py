@@ -5,17 +5,12 @@ The paper argues from similarity; these experiments intervene, through Transform
 **Interchange.** A target run gets one activation from a donor run; what is exchanged, the counterfactual answer and the
 placebo of each experiment are defined in `stages.parts.interchange`.
 
-**Ablation.** An activation is replaced by its mean over the batch: at each position, over those sequences of all three
-forms in which the position belongs to the site, so that neither the sequence nor its form can be read from it. The
-sites in layer 1 are the numbers of the prefix, ``=``, and all other positions. Every sequence has a distractor, an
-assigned variable that is not asked for: without one, the numbers to add are all that there are, and no variable has to
-be told from another. (With m assigned, adding any two of their numbers is still right for one pair in m(m - 1)/2.)
+**Ablation.** An activation is replaced by its mean; the sites are defined in `stages.parts.ablation`.
 
 Shapes: B sequences of T tokens (b in a batch), d = d_model.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,30 +28,18 @@ from stages.core.checkpoints import CHECKPOINTS, find, load_checked, read_moment
 from stages.core.outputs import write_csv, write_metrics
 from stages.core.params import InputError, Section
 from stages.core.task import FORMS, Task
-from stages.parts.interchange import (
-    EXPERIMENTS,
-    LAYER1,
-    Interchange,
-    answers,
-    draw_distracted,
-    draw_scene,
-    mlp2_input_one_operand,
-)
+from stages.parts.ablation import ABLATION_COLUMNS, ablate
+from stages.parts.hooked_runs import Hooks, activations, predict
+from stages.parts.interchange import EXPERIMENTS, Interchange, answers, draw_scene, mlp2_input_one_operand
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-LAYER2 = "blocks.1.hook_attn_out"
-MLP2_OUTPUT = "blocks.1.hook_mlp_out"
 PHASES = ("addition", "assignment", "refinement")
-BATCH = 1024  # sequences at a time
 INTERCHANGE_COLUMNS = (
     *("experiment", "form", "side", "variant"),
     *("accuracy_counterfactual", "accuracy_original", "unchanged", "n"),
 )
-ABLATION_COLUMNS = ("ablated", "form", "accuracy", "n")
-
-Hooks = list[tuple[str, Callable[..., Tensor]]]
 
 
 class InterventionsParams(Section):
@@ -64,48 +47,6 @@ class InterventionsParams(Section):
 
     sequences: int = Field(ge=1, le=1_000_000)
     seed: int = Field(ge=0, lt=2**63)
-
-
-def _last(activation: Tensor, hook: Any) -> Tensor:
-    """[b, T, d] → [b, 1, d]."""
-    return activation[:, -1:]
-
-
-# Only the last position's logits are read, so that only this position is computed where no other part reads the rest.
-# The result is added to the residual stream at every position: right at the last one, and everywhere for layer 1's MLP,
-# which is zero.
-ONLY_LAST: Hooks = [(f"blocks.{part}.hook_in", _last) for part in ("0.mlp.in", "1.attn.o", "1.mlp.in")]
-
-
-def to_tensor(tokens: np.ndarray) -> Tensor:
-    """Token ids as torch indexes with them."""
-    return torch.from_numpy(tokens.astype(np.int64))
-
-
-def batches(size: int) -> Iterator[slice]:
-    """0..size in parts of `BATCH`."""
-    return (slice(start, start + BATCH) for start in range(0, size, BATCH))
-
-
-@torch.no_grad()
-def predict(
-    bridge: "TransformerBridge", tokens: np.ndarray, hooks: Callable[[slice], Hooks] | None = None
-) -> np.ndarray:
-    """The model's answers [B] to tokens [B, T]; `hooks` gives what is at work while a batch of them runs."""
-    predicted = []
-    for rows in batches(len(tokens)):
-        at_work = hooks(rows) if hooks else []
-        logits = bridge.run_with_hooks(to_tensor(tokens[rows]), fwd_hooks=[*at_work, *ONLY_LAST])  # [b, T, N]
-        predicted.append(logits[:, -1].argmax(-1))
-    return torch.cat(predicted).numpy()
-
-
-@torch.no_grad()
-def activations(bridge: "TransformerBridge", tokens: np.ndarray, *names: str) -> Mapping[str, Tensor]:
-    """Activations by hook name, each [b, T, d], or [b, 1, d] for what is only computed at the last position."""
-    stop = 1 if names == (LAYER1,) else None
-    with bridge.hooks(fwd_hooks=ONLY_LAST):
-        return bridge.run_with_cache(to_tensor(tokens), names_filter=list(names), stop_at_layer=stop)[1]
 
 
 def patch(bridge: "TransformerBridge", x: Interchange, donors: np.ndarray, rows: slice) -> Hooks:
@@ -163,64 +104,6 @@ def interchange(
             for variant, predicted in predictions.items():
                 for row in judge(task, x, predicted, unpatched):
                     yield {"experiment": make.__name__, "form": FORMS[form], "variant": variant, **row}
-
-
-def ablation_sites(task: Task, tokens: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
-    """By name, the hook of what is ablated and the positions, bool [b, T], where it is."""
-    position = np.arange(task.context)
-    numbers = (tokens < task.N) & (position < task.prefix)
-    equals = np.tile(position == task.context - 1, (len(tokens), 1))
-    return {
-        "layer1_numbers": (LAYER1, numbers),
-        "layer1_equals": (LAYER1, equals),
-        "layer1_elsewhere": (LAYER1, ~(numbers | equals)),
-        "layer2_attention": (LAYER2, equals),
-        "mlp2": (MLP2_OUTPUT, equals),
-    }
-
-
-def site_means(bridge: "TransformerBridge", task: Task, tokens: np.ndarray) -> dict[str, Tensor]:
-    """For each ablation, the mean activation at each position, over the sequences where it is part of the site.
-
-    Returns:
-        by name [T, d], or [1, d] for what is only computed at the last position.
-    """
-    sums, counts = defaultdict(int), defaultdict(int)
-    for rows in batches(len(tokens)):
-        cache = activations(bridge, tokens[rows], LAYER1, LAYER2, MLP2_OUTPUT)
-        for name, (hook, site) in ablation_sites(task, tokens[rows]).items():
-            here = torch.from_numpy(site)[:, -cache[hook].shape[1] :].to(cache[hook].dtype)  # [b, T] or [b, 1]
-            sums[name] += torch.einsum("bt,btd->td", here, cache[hook])
-            counts[name] += here.sum(0)[:, None]
-    return {name: sums[name] / counts[name].clamp(min=1) for name in sums}
-
-
-def ablation(task: Task, tokens: np.ndarray, name: str, mean: Tensor, rows: slice) -> Hooks:
-    """What sets one site to its mean in a batch."""
-    hook_name, site = ablation_sites(task, tokens[rows])[name]
-
-    def put(activation: Tensor, hook: Any) -> Tensor:
-        return torch.where(torch.from_numpy(site)[:, -activation.shape[1] :, None], mean, activation)
-
-    return [(hook_name, put)]
-
-
-def ablate(bridge: "TransformerBridge", task: Task, size: int, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    """Accuracy with nothing and with each site ablated, on `size` sequences with a distractor of each form.
-
-    Yields:
-        `ABLATION_COLUMNS`, for the forms that have such sequences.
-    """
-    by_form = [draw_distracted(task, form, size, rng) for form in range(len(FORMS))]
-    tokens, ends = np.concatenate(by_form), np.cumsum([len(some) for some in by_form])
-    right = answers(task, tokens)
-    predictions = {"nothing": predict(bridge, tokens)}
-    for name, mean in site_means(bridge, task, tokens).items():
-        predictions[name] = predict(bridge, tokens, partial(ablation, task, tokens, name, mean))
-    for name, predicted in predictions.items():
-        for form, hits in zip(FORMS, np.split(predicted == right, ends[:-1]), strict=True):
-            if len(hits):
-                yield {"ablated": name, "form": form, "accuracy": hits.mean(), "n": len(hits)}
 
 
 def moments(steps: list[int], phases: Mapping[str, int | None], where: str) -> dict[str, int]:

@@ -20,8 +20,11 @@ from stages.core.params import InputError
 from stages.core.task import CONSTANT, Task
 from stages.core.weights import Config, ModelConfig, Weights, checkpoint_name, initialise, save
 from stages.draw import interventions as draw
+from stages.parts import ablation
+from stages.parts.hooked_runs import ONLY_LAST, predict
 from stages.parts.interchange import (
     EXPERIMENTS,
+    LAYER1,
     answers,
     draw_distracted,
     draw_problems,
@@ -55,9 +58,7 @@ def known_binding():
 def tables(known):
     """What the stage finds in the hand-built model: interchanges and ablations."""
     rng = np.random.default_rng(0)
-    return tuple(
-        pd.DataFrame(rows(known, SMALL, SIZE, rng)) for rows in (interventions.interchange, interventions.ablate)
-    )
+    return tuple(pd.DataFrame(rows(known, SMALL, SIZE, rng)) for rows in (interventions.interchange, ablation.ablate))
 
 
 def drawn(task: Task, form: int, make, seed: int = 0, size: int = SIZE):
@@ -66,7 +67,7 @@ def drawn(task: Task, form: int, make, seed: int = 0, size: int = SIZE):
 
 
 def patched(bridge, x, donors: np.ndarray) -> np.ndarray:
-    return interventions.predict(bridge, x.targets, partial(interventions.patch, bridge, x, donors))
+    return predict(bridge, x.targets, partial(interventions.patch, bridge, x, donors))
 
 
 # What the experiments are made of
@@ -192,7 +193,7 @@ def test_the_hand_built_models_solve_every_form(binds, known, known_binding):
     rng = np.random.default_rng(1)
     for form in range(3):
         problems = draw_problems(SMALL, form, 2000, rng)
-        predicted = interventions.predict(bridge, lay_out(SMALL, problems, rng))
+        predicted = predict(bridge, lay_out(SMALL, problems, rng))
         assert (predicted == (problems.n1 + problems.n2) % SMALL.N).all()
 
 
@@ -236,8 +237,8 @@ def test_without_binding_or_asking_a_variable_is_lost_and_a_constant_is_not(site
     rng = np.random.default_rng(0)
     problems = [draw_problems(SMALL, form, SIZE, rng) for form in range(3)]
     tokens = np.concatenate([lay_out(SMALL, some, rng) for some in problems])
-    mean = interventions.site_means(known, SMALL, tokens)[site]
-    predicted = interventions.predict(known, tokens, partial(interventions.ablation, SMALL, tokens, site, mean))
+    mean = ablation.site_means(known, SMALL, tokens)[site]
+    predicted = predict(known, tokens, partial(ablation.ablation, SMALL, tokens, site, mean))
     constants, one, _ = np.split(predicted, 3)
     assert (constants == answers(SMALL, tokens[:SIZE])).all()
     constant = np.where(problems[1].operands.left == CONSTANT, problems[1].n1, problems[1].n2)
@@ -248,15 +249,15 @@ def test_without_binding_or_asking_a_variable_is_lost_and_a_constant_is_not(site
 def test_without_layer_2_every_answer_is_the_same(site, known):
     rng = np.random.default_rng(0)
     tokens = np.concatenate([lay_out(SMALL, draw_problems(SMALL, form, SIZE, rng), rng) for form in range(3)])
-    mean = interventions.site_means(known, SMALL, tokens)[site]
-    predicted = interventions.predict(known, tokens, partial(interventions.ablation, SMALL, tokens, site, mean))
+    mean = ablation.site_means(known, SMALL, tokens)[site]
+    predicted = predict(known, tokens, partial(ablation.ablation, SMALL, tokens, site, mean))
     assert len(np.unique(predicted)) == 1
 
 
 def test_ablation_sites_of_layer_1_cover_every_position_once():
     rng = np.random.default_rng(0)
     tokens = lay_out(SMALL, draw_problems(SMALL, 1, SIZE, rng), rng)
-    sites = interventions.ablation_sites(SMALL, tokens)
+    sites = ablation.ablation_sites(SMALL, tokens)
     assert (sum(site.astype(int) for name, (_, site) in sites.items() if name.startswith("layer1")) == 1).all()
     before_numbers = np.roll(sites["layer1_numbers"][1], -1, axis=1)
     assert (before_numbers == (tokens >= SMALL.first_variable) & (np.arange(SMALL.context) < SMALL.prefix)).all()
@@ -329,16 +330,16 @@ def test_an_ablation_of_layer_1_is_the_written_out_forward_pass_with_means(rando
     rng = np.random.default_rng(0)
     tokens = np.concatenate([lay_out(task, draw_problems(task, form, SIZE, rng), rng) for form in range(3)])
     layer1, _ = written_out(weights, torch.from_numpy(tokens.astype(np.int64)))
-    for name, (hook, site) in interventions.ablation_sites(task, tokens).items():
-        if hook != interventions.LAYER1:
+    for name, (hook, site) in ablation.ablation_sites(task, tokens).items():
+        if hook != LAYER1:
             continue
         ablated = layer1.clone()
         for position in range(task.context):
             here = torch.from_numpy(site[:, position])
             ablated[here, position] = layer1[here, position].mean(0)
         wanted = written_out(weights, torch.from_numpy(tokens.astype(np.int64)), ablated)[1].argmax(-1).numpy()
-        mean = interventions.site_means(bridge, task, tokens)[name]
-        predicted = interventions.predict(bridge, tokens, partial(interventions.ablation, task, tokens, name, mean))
+        mean = ablation.site_means(bridge, task, tokens)[name]
+        predicted = predict(bridge, tokens, partial(ablation.ablation, task, tokens, name, mean))
         assert (predicted == wanted).mean() > 0.999  # the sums of the means are in another order
 
 
@@ -348,7 +349,7 @@ def test_computing_only_the_last_position_changes_no_logit(random_model):
     tokens = torch.from_numpy(lay_out(task, draw_problems(task, 2, 50, rng), rng).astype(np.int64))
     with torch.no_grad():
         whole = bridge(tokens)[:, -1]
-        cut = bridge.run_with_hooks(tokens, fwd_hooks=interventions.ONLY_LAST)[:, -1]
+        cut = bridge.run_with_hooks(tokens, fwd_hooks=ONLY_LAST)[:, -1]
     assert torch.allclose(whole, cut, atol=1e-5)
 
 
