@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -24,7 +25,7 @@ from stages.core.params import InputError, Section
 from stages.core.phases import PHASES
 from stages.draw import style
 from stages.draw import sweep as drawing
-from stages.parts.experiments import GPUS, TARGETS, Baseline, Experiment, Job, Value
+from stages.parts.experiments import GPUS, TARGETS, Baseline, Experiment, Job, Result, Value
 from stages.parts.scheduling import Scheduler, run_all
 
 ACCURACIES = ("0var_exact", "2var_exact")  # of the last checkpoint
@@ -93,18 +94,23 @@ def experiments(name: str, grid: Grid) -> list[Experiment]:
     return list(found.values())
 
 
-def collected(name: str, root: Path) -> dict[str, dict[str, Any]]:
-    """The rows of plots/sweep_GRID.csv by experiment: results that stand even where their experiments are not."""
-    file = root / f"plots/sweep_{name}.csv"
-    if not file.exists():
-        return {}
-    return {row["experiment"]: row for row in pd.read_csv(file).to_dict("records")}
+def known(
+    name: str, grid: Grid, baseline: Baseline
+) -> Iterator[tuple[Experiment, Result | None, dict[str, Any] | None, str]]:
+    """Every experiment in order, with its result here, its row in plots/sweep_GRID.csv, and its fingerprint now.
+
+    Rows collected before stand even where their experiments are not.
+    """
+    file = baseline.root / f"plots/sweep_{name}.csv"
+    rows = pd.read_csv(file).to_dict("records") if file.exists() else []
+    before = {row["experiment"]: row for row in rows}
+    for experiment in experiments(name, grid):
+        yield experiment, baseline.result(experiment), before.get(experiment.name), baseline.fingerprint(experiment)
 
 
-def status(name: str, experiment: Experiment, baseline: Baseline) -> str:
+def status(result: Result | None, row: dict[str, Any] | None, fingerprint: str) -> str:
     """``done``, ``outdated`` (made by other code than what is committed now) or ``missing``."""
-    result, row = baseline.result(experiment), collected(name, baseline.root).get(experiment.name)
-    if (result and result.current) or (row and row["fingerprint"] == baseline.fingerprint(experiment)):
+    if (result and result.current) or (row and row["fingerprint"] == fingerprint):
         return "done"
     return "outdated" if result or row else "missing"
 
@@ -118,10 +124,8 @@ def table(name: str, grid: Grid, baseline: Baseline) -> pd.DataFrame:
         InputError: none is finished.
     """
     keys = list(dict.fromkeys([*varied(grid), "train.steps"]))
-    rows, before = [], collected(name, baseline.root)
-    for experiment in experiments(name, grid):
-        result, row = baseline.result(experiment), before.get(experiment.name)
-        fingerprint = baseline.fingerprint(experiment)
+    rows = []
+    for experiment, result, row, fingerprint in known(name, grid, baseline):
         if row and (result is None or (not result.current and row["fingerprint"] == fingerprint)):
             rows.append(row)
             continue
@@ -140,16 +144,16 @@ def table(name: str, grid: Grid, baseline: Baseline) -> pd.DataFrame:
     return pd.DataFrame(rows).astype(dict.fromkeys(MOMENTS, "Int64"))
 
 
-def grid_named(name: str, params_file: Path) -> Grid:
-    """A grid of the parameter file.
+def grids_of(params_file: Path, name: str | None = None) -> dict[str, Grid]:
+    """The grids of the parameter file, or the one of a name.
 
     Raises:
         InputError: there is none of that name.
     """
     grids = params.read(params_file, "sweep", SweepParams).grids
-    if name not in grids:
+    if name not in (None, *grids):
         raise InputError(f"{params_file} has no grid {name!r} in section sweep; it has {', '.join(grids) or 'none'}")
-    return grids[name]
+    return grids if name is None else {name: grids[name]}
 
 
 Name = Annotated[str, typer.Argument(metavar="GRID", help="A grid of section sweep.")]
@@ -164,18 +168,15 @@ def plan(
 ) -> None:
     """List the experiments of a grid, what is done of them, and how long training the rest may take."""
     baseline = Baseline.here(Path.cwd())
-    names = [grid] if grid else list(params.read(params_file, "sweep", SweepParams).grids)
-    for name in names:
-        steps, todo, planned = 0, 0, experiments(name, grid_named(name, params_file))
-        for experiment in planned:
-            word = status(name, experiment, baseline)
+    for name, chosen in grids_of(params_file, grid).items():
+        planned = [(experiment, status(*facts)) for experiment, *facts in known(name, chosen, baseline)]
+        for experiment, word in planned:
             print(f"{word:9} {experiment.name}")
-            if word != "done":
-                todo, steps = todo + 1, steps + baseline.expected(experiment)["train"]["steps"]
-        hours = steps * ms_per_step / 3_600_000 / min(jobs, max(todo, 1))
+        todo = [baseline.expected(e)["train"]["steps"] for e, word in planned if word != "done"]
+        hours = sum(todo) * ms_per_step / 3_600_000 / min(jobs, max(len(todo), 1))
         print(
-            f"grid {name}: {len(planned) - todo} of {len(planned)} done; training the rest takes about {hours:.1f} h "
-            f"if {jobs} run at once and each takes {ms_per_step:g} ms a step (--jobs, --ms-per-step); "
+            f"grid {name}: {len(planned) - len(todo)} of {len(planned)} done; training the rest takes about "
+            f"{hours:.1f} h if {jobs} run at once and each takes {ms_per_step:g} ms a step (--jobs, --ms-per-step); "
             "judging the checkpoints comes on top"
         )
 
@@ -197,9 +198,10 @@ def run(
 ) -> None:
     """Run what is missing of a grid, each experiment in a clone of the repository. What is not committed is not run."""
     baseline = Baseline.here(Path.cwd())
-    planned = experiments(grid, grid_named(grid, params_file))
+    chosen = grids_of(params_file, grid)[grid]
     if changed := baseline.uncommitted():
         raise InputError(f"{changed[0]} is not as it was committed, and experiments run what is committed: commit it")
+    planned = list(known(grid, chosen, baseline))
     if executor == "local":
         scheduler = Scheduler.local(jobs or 2)
     else:
@@ -213,7 +215,7 @@ def run(
     cache = subprocess.check_output([sys.executable, "-m", "dvc", "cache", "dir"], cwd=baseline.root, text=True)
     gpus = {name: os.environ[name] for name in (GPUS,) if name in os.environ} if executor == "local" else None
     common = (work.absolute(), baseline.root / cache.strip(), scheduler.threads, gpus)
-    todo = [Job(baseline, e, *common) for e in planned if status(grid, e, baseline) != "done"]
+    todo = [Job(baseline, experiment, *common) for experiment, *facts in planned if status(*facts) != "done"]
     print(f"{len(planned) - len(todo)} of {len(planned)} experiments of grid {grid} are done")
     failed = run_all(todo, scheduler)
     for job in failed:
@@ -230,7 +232,7 @@ def collect(
     params_file: ParamsFile = params.PARAMS,
 ) -> None:
     """Write plots/sweep_GRID.csv from the experiments that are finished, and draw it."""
-    chosen, baseline = grid_named(grid, params_file), Baseline.here(Path.cwd())
+    chosen, baseline = grids_of(params_file, grid)[grid], Baseline.here(Path.cwd())
     rows = table(grid, chosen, baseline)
     write_csv(out / f"plots/sweep_{grid}.csv", rows)
     for stem, figure in drawing.figures(out):
