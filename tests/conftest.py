@@ -19,6 +19,14 @@ def reference() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def newcomer(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """The `Newcomer` of all modules of tests."""
+    from tests.test_newcomer import Newcomer
+
+    return Newcomer(tmp_path_factory.getbasetemp() / "newcomer")
+
+
 @pytest.fixture
 def task() -> Task:
     """The paper's task."""

@@ -16,7 +16,7 @@ from typing import ClassVar
 import psutil
 import pytest
 
-from tests.slurm import free_ports, sbin, wait_for
+from tests.processes import free_ports, sbin, wait_for
 
 PATIENCE = 60  # seconds that a server may take to be ready
 

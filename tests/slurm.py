@@ -2,15 +2,14 @@
 
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
+from tests.processes import free_ports, left, sbin, wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "scancel", "sinfo", "squeue")
@@ -45,26 +44,12 @@ ReturnToService=2
 """
 
 
-def sbin(name: str) -> str | None:
-    """The path of a program; daemons need not be on the path of users."""
-    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
-
-
 def why_not() -> str | None:
     """Why no cluster can be started here; None if one can."""
     missing = [name for name in (*DAEMONS, *COMMANDS) if sbin(name) is None]
     if missing:
         return f"Slurm is not installed (no {', '.join(missing)})"
     return None if os.geteuid() == 0 else "Slurm's daemons start jobs only as root"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nothing listens on."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @contextmanager
@@ -124,28 +109,7 @@ def cluster(folder: Path, patience: float = 60) -> Iterator[dict[str, str]]:
             process.kill()
 
 
-def left(variable: dict[str, str]) -> list[psutil.Process]:
-    """The processes that were started for a cluster and still run."""
-    ((name, value),) = variable.items()
-    processes = psutil.process_iter(["environ", "status"])
-    running = [process for process in processes if process.info["status"] != psutil.STATUS_ZOMBIE]
-    return [process for process in running if (process.info["environ"] or {}).get(name) == value]
-
-
 def ask(*command: str, env: dict[str, str]) -> str:
     """What a command prints, empty if it fails."""
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def wait_for(true: object, patience: float, what: str) -> None:
-    """Wait until something holds.
-
-    Raises:
-        TimeoutError: it does not within `patience` seconds.
-    """
-    end = time.monotonic() + patience
-    while not true():
-        if time.monotonic() > end:
-            raise TimeoutError(f"no {what} within {patience} s")
-        time.sleep(0.1)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_newcomer import Newcomer, arrive, one
+from tests.readme import one
+from tests.test_newcomer import Newcomer
 from tests.test_pipeline import STAGES
 
 pytestmark = pytest.mark.servers
@@ -49,11 +50,6 @@ addEventListener("load", async () => {
     document.body.append(report);
 });
 </script>"""
-
-
-@pytest.fixture(scope="module")
-def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
-    return arrive(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

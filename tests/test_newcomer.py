@@ -1,7 +1,6 @@
 """The way of somebody new: clone, the README's first command, one experiment, compare, push, pull elsewhere."""
 
 import ast
-import functools
 import json
 import re
 import subprocess
@@ -11,25 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.readme import one
 from tests.test_pipeline import STAGES, Clone, ran
 from tests.test_remotes import Elsewhere, as_written
 
 pytestmark = pytest.mark.servers
-
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def commands(heading: str) -> list[str]:
-    """The commands of a section of the README."""
-    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    code = "\n".join(re.findall(r"```sh\n(.*?)```", section, re.DOTALL))
-    return [line.partition("  #")[0].rstrip() for line in code.splitlines()]
-
-
-def one(heading: str, start: str) -> str:
-    """The one command of a section that starts like this."""
-    (command,) = [command for command in commands(heading) if command.startswith(start)]
-    return command
 
 
 def virtual_environment(folder: Path) -> None:
@@ -63,17 +48,6 @@ class Newcomer(Elsewhere):
         self.commit("results")
         self.second = self.sh(one("Change one thing, and compare", "dvc exp run"))
         self.experiment = self.run("dvc", "exp", "list", "--name-only").split()[-1]
-
-
-@functools.cache
-def arrive(base: Path) -> Newcomer:
-    """One newcomer for all modules of tests."""
-    return Newcomer(base / "newcomer")
-
-
-@pytest.fixture(scope="module")
-def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
-    return arrive(tmp_path_factory.getbasetemp())
 
 
 def test_the_first_command_runs_everything(newcomer: Newcomer) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from ruamel.yaml import YAML
 from tests.conftest import ROOT
 
 STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
+STATE = "ASSIGN_AND_ADD_STATE"  # the variable that names the folder of training states
 TRAINING = {"params", "task", "layouts", "weights", "circuit_form", "state"}
 
 
@@ -103,6 +105,15 @@ def all_imports(file: Path) -> Iterator[str]:
             yield node.module or ""
 
 
+@contextmanager
+def edited(file: Path) -> Iterator[dict]:
+    """What a YAML file holds, written back with what was changed."""
+    yaml = YAML()
+    content = yaml.load(file)
+    yield content
+    yaml.dump(content, file)
+
+
 class Clone:
     """A Git repository with this working tree in it, and a task small enough to run whole."""
 
@@ -116,7 +127,7 @@ class Clone:
     def __init__(self, folder: Path, state: Path) -> None:
         self.folder = folder
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        self.env = {**os.environ, "PATH": path, "ASSIGN_AND_ADD_STATE": str(state), "OMP_NUM_THREADS": "1"}
+        self.env = {**os.environ, "PATH": path, STATE: str(state), "OMP_NUM_THREADS": "1"}
         for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
             self.env[name] = "tests@localhost"
         listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, text=True)
@@ -125,11 +136,9 @@ class Clone:
             if (ROOT / name).is_file() and not (generated and not name.endswith(".gitignore")):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, folder / name)
-        yaml = YAML()
-        params = yaml.load(folder / "params.yaml")
-        for section, values in self.TINY.items():
-            params[section].update(values)
-        yaml.dump(params, folder / "params.yaml")
+        with edited(folder / "params.yaml") as params:
+            for section, values in self.TINY.items():
+                params[section].update(values)
         self.run("git", "init", "-q", "-b", "main")
         self.commit("start")
 
@@ -149,6 +158,12 @@ class Clone:
     def commit(self, message: str) -> None:
         self.run("git", "add", "-A")
         self.run("git", "commit", "-qm", message)
+
+    def cut(self) -> None:
+        """Leave of the pipeline what ends with the judging, and of the charts those of accuracy."""
+        with edited(self.folder / "dvc.yaml") as graph:
+            graph["stages"] = {name: graph["stages"][name] for name in ("generate", "train", "evaluate")}
+            graph["plots"] = [plot for plot in graph["plots"] if "Accuracy" in next(iter(plot))]
 
     def at(self, experiment: str, file: str) -> str:
         """A file as an experiment left it."""

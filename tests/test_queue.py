@@ -9,31 +9,20 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from ruamel.yaml import YAML
 
-from tests.test_pipeline import Clone
+from tests.processes import left
+from tests.test_pipeline import STATE, Clone
 
 VALUES = ("0.05", "0.2", "0.5")
 SILENT = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 PATIENCE = 180  # seconds for three experiments by two workers on a busy machine
 
 
-def workers(clone: Clone) -> list[psutil.Process]:
-    """The processes that work for a clone's queue."""
-    state = clone.env["ASSIGN_AND_ADD_STATE"]
-    processes = psutil.process_iter(["environ", "status"])
-    alive = [process for process in processes if process.info["status"] != psutil.STATUS_ZOMBIE]
-    return [process for process in alive if (process.info["environ"] or {}).get("ASSIGN_AND_ADD_STATE") == state]
-
-
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
     """A clone, its pipeline cut after the judging, in which two workers have emptied a queue of three values of r."""
     clone = Clone(tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("state"))
-    yaml, file = YAML(), clone.folder / "dvc.yaml"
-    graph = yaml.load(file)
-    graph["stages"] = {name: graph["stages"][name] for name in ("generate", "train", "evaluate")}
-    yaml.dump(graph, file)
+    clone.cut()
     clone.commit("cut")
     try:
         clone.queued = clone.run("dvc", "exp", "run", "--queue", "-S", f"train.r={','.join(VALUES)}")
@@ -48,10 +37,10 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
         yield clone
     finally:
         clone.run("dvc", "queue", "stop", "--kill", check=False)
-        left = workers(clone)
-        for process in left:
+        workers = left({STATE: clone.env[STATE]})
+        for process in workers:
             process.kill()
-        psutil.wait_procs(left, timeout=10)
+        psutil.wait_procs(workers, timeout=10)
 
 
 def shown(clone: Clone) -> dict[str, dict[str, str]]:

@@ -11,8 +11,8 @@ import pytest
 
 from stages.core.weights import initialise, save
 from tests.conftest import ROOT
+from tests.readme import README
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 NUMBER = re.compile(r"([−-]?[\d,]*\.?\d+(?:e-?\d+)?)( %)?<!-- (\w+):([\w.=:-]+) -->")
 
 

@@ -9,23 +9,21 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from ruamel.yaml import YAML
 
-from tests.conftest import ROOT
+from tests.readme import commands, section
 from tests.servers import KINDS, Server, Wire, serve, small_disk
-from tests.test_pipeline import Clone, ran
+from tests.test_pipeline import STATE, Clone, edited, ran
 
 pytestmark = pytest.mark.servers
 
 FILLS = "6m"  # a disk that a server starts on, and that the artifacts overflow
 HALF = 3_000_000  # bytes, about a third of them
-SECTION = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Artifacts\n")[2].partition("\n## ")[0]
+SECTION = "Artifacts"
 
 
 def as_written(command: str, **places: str) -> str:
     """A command of the README's section "Artifacts", with its placeholders filled in."""
-    code = "\n".join(re.findall(r"```sh\n(.*?)```", SECTION, re.DOTALL))
-    assert command in [line.partition("  #")[0].rstrip() for line in code.splitlines()]
+    assert command in commands(SECTION)
     for placeholder, value in places.items():
         assert placeholder in command
         command = command.replace(placeholder, value)
@@ -33,7 +31,7 @@ def as_written(command: str, **places: str) -> str:
 
 
 class Larger(Clone):
-    """The pipeline up to the judging, with artifacts of about 9 MB."""
+    """With artifacts of about 9 MB."""
 
     TINY: ClassVar = {
         **Clone.TINY,
@@ -41,21 +39,13 @@ class Larger(Clone):
         "train": {"steps": 300, "batch_size": 64, "checkpoint_every": 10},
     }
 
-    def commit(self, message: str) -> None:
-        yaml, file = YAML(), self.folder / "dvc.yaml"
-        graph = yaml.load(file)
-        graph["stages"] = {name: graph["stages"][name] for name in ("generate", "train", "evaluate")}
-        graph["plots"] = [plot for plot in graph["plots"] if "Accuracy" in next(iter(plot))]
-        yaml.dump(graph, file)
-        super().commit(message)
-
 
 class Elsewhere(Clone):
     """A fresh clone of a Git repository, on the machine of somebody else: nothing of the first is there."""
 
     def __init__(self, git: Path, folder: Path, env: dict[str, str]) -> None:
         self.folder = folder
-        self.env = {**env, "ASSIGN_AND_ADD_STATE": str(folder.parent / f"{folder.name}-state")}
+        self.env = {**env, STATE: str(folder.parent / f"{folder.name}-state")}
         subprocess.run(["git", "clone", "-q", git, folder], env=env, check=True)
 
     def sh(self, command: str, check: bool = True) -> str:
@@ -67,6 +57,7 @@ class Elsewhere(Clone):
 def source(tmp_path_factory: pytest.TempPathFactory) -> Larger:
     """Where everything ran: the results of r = 1 are committed, those of 0.2 and 0.5 only in the run cache."""
     source = Larger(tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("state"))
+    source.cut()
     source.run("dvc", "repro")
     source.commit("results")
     for r in (0.2, 0.5):
@@ -78,10 +69,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Larger:
 
 
 def set_r(clone: Clone, r: float) -> None:
-    yaml, file = YAML(), clone.folder / "params.yaml"
-    params = yaml.load(file)
-    params["train"]["r"] = r
-    yaml.dump(params, file)
+    with edited(clone.folder / "params.yaml") as params:
+        params["train"]["r"] = r
 
 
 class Shared:
@@ -205,7 +194,7 @@ def test_another_project_gets_the_model(shared: Shared, tmp_path: Path) -> None:
 
 
 def test_another_project_opens_the_model(shared: Shared, tmp_path: Path) -> None:
-    (snippet,) = re.findall(r"```py\n(.*?)```", SECTION, re.DOTALL)
+    (snippet,) = re.findall(r"```py\n(.*?)```", section(SECTION), re.DOTALL)
     code = snippet.replace("https://GIT/assign-and-add", str(shared.git)) + "\nprint(*sorted(weights))\n"
     done = subprocess.run(["python", "-c", code], cwd=tmp_path, env=shared.env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

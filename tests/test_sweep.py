@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import psutil
 import pytest
 from ruamel.yaml import YAML
 
@@ -22,7 +21,8 @@ from stages.parts.experiments import Baseline, Experiment, Job, upstream
 from stages.sweep import MOMENTS, SweepParams, experiments
 from tests import slurm
 from tests.conftest import ROOT
-from tests.test_pipeline import Clone
+from tests.processes import left, wait_for
+from tests.test_pipeline import STATE, Clone, edited
 
 PATIENCE = 240  # seconds that a sweep of three tiny experiments may take on a busy machine
 SWEEP = ("-m", "stages.sweep")
@@ -142,19 +142,16 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
     clone = Clone(tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("state"))
     put(clone, GRIDS)
     yield clone
-    for process in psutil.process_iter(["environ"]):
-        if (process.info["environ"] or {}).get("ASSIGN_AND_ADD_STATE") == clone.env["ASSIGN_AND_ADD_STATE"]:
-            process.kill()
+    for process in left({STATE: clone.env[STATE]}):
+        process.kill()
 
 
 def put(clone: Clone, grids: dict[str, Any]) -> None:
     """Commit these grids, and sizes for the measures that suit the tiny task."""
-    yaml, file = YAML(), clone.folder / "params.yaml"
-    sections = yaml.load(file)
-    sections["sweep"] = grids
-    sections["train"]["steps"] = SHORT
-    sections["progress"].update({"sequences": 60, "probe_fit": 100, "probe_test": 50})
-    yaml.dump(sections, file)
+    with edited(clone.folder / "params.yaml") as sections:
+        sections["sweep"] = grids
+        sections["train"]["steps"] = SHORT
+        sections["progress"].update({"sequences": 60, "probe_fit": 100, "probe_test": 50})
     clone.commit("grids")
 
 
@@ -324,7 +321,7 @@ def on_cluster(clone: Clone, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     if reason := slurm.why_not():
         pytest.skip(reason)
     arguments = ("run", "cluster", "--executor", "slurm", "--partition", slurm.PARTITION, "--cpus", "1")
-    state = Path(clone.env["ASSIGN_AND_ADD_STATE"])
+    state = Path(clone.env[STATE])
     folder = tmp_path_factory.mktemp("slurm")
     with slurm.cluster(folder) as variable:
         clone.env |= variable
@@ -332,7 +329,7 @@ def on_cluster(clone: Clone, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         with (folder / "first").open("w+") as output:
             first = subprocess.Popen(command, cwd=clone.folder, env=clone.env, stdout=output, stderr=subprocess.STDOUT)
             try:
-                slurm.wait_for(lambda: list(state.glob("*/checkpoints/step_00000[2-9]*")), PATIENCE, "checkpoint")
+                wait_for(lambda: list(state.glob("*/checkpoints/step_00000[2-9]*")), PATIENCE, "checkpoint")
                 clone.run("scancel", f"--name=cluster-r=0.3-steps={LONG}")
                 first.wait(PATIENCE)
             finally:
@@ -344,7 +341,7 @@ def on_cluster(clone: Clone, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         clone.second = sweep(clone, *arguments)
         yield clone
     del clone.env["SLURM_CONF"]
-    assert not slurm.left(variable)
+    assert not left(variable)
 
 
 def test_a_job_cancelled_on_the_cluster_is_named_and_the_others_finish(on_cluster: Clone) -> None:
