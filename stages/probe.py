@@ -16,7 +16,6 @@ Shapes: B sequences of T positions; d = d_model; n places that a target reads, e
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,10 +34,11 @@ from threadpoolctl import threadpool_limits
 
 from stages.core import checkpoints, params
 from stages.core.bridge import to_bridge
-from stages.core.layouts import Problems, lay_out
+from stages.core.layouts import lay_out
 from stages.core.outputs import write_csv, write_metrics
 from stages.core.params import Section
-from stages.core.task import FORMS, Operands, Task
+from stages.core.task import FORMS, Task
+from stages.parts.probe_targets import Target, control_labels, draw_problems, find_targets
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -77,83 +77,6 @@ class ProbeParams(Section):
     C: float = Field(gt=0)
     max_iter: int = Field(ge=1, le=1_000_000)
     seed: int = Field(ge=0, lt=2**63)
-
-
-@dataclass(frozen=True)
-class Target:
-    """One fact, and where it is probed.
-
-    Attributes:
-        row, position: [n] the sequence and the position in it.
-        label: [n] in 0..classes-1, each equally likely.
-        type: [n] what the control's label hangs on: the token, or at ``=`` the pair (n1, n2).
-        other: [n] for an operand's value, that of the other operand.
-    """
-
-    row: np.ndarray
-    position: np.ndarray
-    label: np.ndarray
-    type: np.ndarray
-    classes: int
-    other: np.ndarray | None = None
-
-
-def draw_problems(task: Task, size: int, rng: np.random.Generator) -> Problems:
-    """Problems of the three forms in turn: couples uniform within a form, pairs uniform over all N²."""
-    operands = Operands.of(task)
-    form = np.arange(size) % len(FORMS)
-    couples = [rng.choice(np.flatnonzero(operands.form == f), size) for f in range(len(FORMS))]
-    n1, n2 = rng.integers(task.N, size=(2, size))
-    return Problems(n1, n2, operands[np.choose(form, couples)])
-
-
-def find_targets(task: Task, problems: Problems, tokens: np.ndarray, rng: np.random.Generator) -> dict[str, Target]:
-    """Every target, by name.
-
-    ``value_at_operand`` is the value of a variable operand, read where that operand stands in the core. Attention
-    spread over the prefix brings a little of every number there, so that above chance does not yet mean fetched:
-    ``distractor_at_operand``, the number of an assigned variable that is not asked for (one drawn at random), is what
-    to compare it with. Both are read at the same places, in the sequences that have a distractor.
-
-    Args:
-        tokens: [B, T] the problems as sequences.
-    """
-    prefix, core = tokens[:, : task.prefix], tokens[:, task.prefix + 1 : task.prefix + 3]  # [B, prefix], [B, 2]
-    values = np.stack([problems.n1, problems.n2], axis=1)  # [B, 2]
-    pair = problems.n1 * task.N + problems.n2
-    is_number = prefix < task.N
-    assigned = np.roll(prefix, 1, axis=1)  # [B, prefix] at a number, the variable that it is assigned to
-    is_distractor = is_number & (assigned[:, :, None] != core[:, None, :]).all(axis=2)
-    a_distractor = np.where(is_distractor, rng.random(prefix.shape), -1).argmax(axis=1)  # [B] position of a random one
-    is_variable = core >= task.first_variable
-
-    row, at = np.nonzero(is_number)
-    variable = assigned[row, at] - task.first_variable
-    targets = {"variable_at_number": Target(row, at, variable, prefix[row, at], task.variables)}
-
-    row, side = np.nonzero(is_variable & is_distractor.any(axis=1, keepdims=True))
-    at = task.prefix + 1 + side
-    targets["value_at_operand"] = Target(row, at, values[row, side], core[row, side], task.N)
-    targets["distractor_at_operand"] = Target(row, at, prefix[row, a_distractor[row]], core[row, side], task.N)
-
-    for side, name in enumerate(("left", "right")):
-        row = np.flatnonzero(is_variable[:, side])
-        at = np.full(len(row), task.context - 1)
-        variable = core[row, side] - task.first_variable
-        targets[f"{name}_variable_at_equals"] = Target(row, at, variable, pair[row], task.variables)
-
-    row = np.arange(len(tokens))
-    at = np.full(len(row), task.context - 1)
-    for side, name in enumerate(("left", "right")):
-        targets[f"{name}_value_at_equals"] = Target(row, at, values[:, side], pair, task.N, values[:, 1 - side])
-    targets["answer_at_equals"] = Target(row, at, values.sum(axis=1) % task.N, pair, task.N)
-    return targets
-
-
-def control_labels(types: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray:
-    """A random but fixed label for each type, every label for as nearly equally many types as there can be: [n]."""
-    _, index = np.unique(types, return_inverse=True)
-    return (rng.permutation(index.max() + 1) % classes)[index]
 
 
 def read_residuals(bridge: "TransformerBridge", tokens: np.ndarray, wanted: np.ndarray) -> dict[str, np.ndarray]:

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from stages import probe
 from stages.core import bridge, weights
 from stages.core.circuit_form import Circuits, forward
-from stages.core.layouts import lay_out
+from stages.core.layouts import Problems, lay_out
 from stages.core.params import InputError
 from stages.core.task import Task
 from stages.core.text import to_text
 from stages.core.weights import Config, ModelConfig, Weights
 from stages.draw import probe as draw
+from stages.parts.probe_targets import Target, control_labels, draw_problems, find_targets
 from tests.strategies import tasks
 
 SETTINGS = {"train_sequences": 500, "test_sequences": 400, "samples": 2, "C": 1.0, "max_iter": 2000, "seed": 3}
@@ -52,11 +53,11 @@ METRICS = (
 )
 
 
-def sample(task: Task, size: int, seed: int = 0) -> tuple[probe.Problems, np.ndarray, dict[str, probe.Target]]:
+def sample(task: Task, size: int, seed: int = 0) -> tuple[Problems, np.ndarray, dict[str, Target]]:
     rng = np.random.default_rng(seed)
-    problems = probe.draw_problems(task, size, rng)
+    problems = draw_problems(task, size, rng)
     tokens = lay_out(task, problems, rng)
-    return problems, tokens, probe.find_targets(task, problems, tokens, rng)
+    return problems, tokens, find_targets(task, problems, tokens, rng)
 
 
 def run(tmp_path: Path, planted: Weights, config: Config, **changes: float) -> tuple[pd.DataFrame, dict[str, float]]:
@@ -128,7 +129,7 @@ def test_a_sample_is_a_third_of_each_form_over_all_couples_and_all_pairs(task: T
 def test_control_labels_hang_on_the_type_alone_and_are_shared_out_equally(
     types: list[int], classes: int, seed: int
 ) -> None:
-    labels = probe.control_labels(np.array(types), classes, np.random.default_rng(seed))
+    labels = control_labels(np.array(types), classes, np.random.default_rng(seed))
     of_type = dict(zip(types, labels, strict=True))
     assert [of_type[t] for t in types] == labels.tolist()
     counts = np.bincount(list(of_type.values()), minlength=min(classes, len(of_type)))
@@ -138,7 +139,7 @@ def test_control_labels_hang_on_the_type_alone_and_are_shared_out_equally(
 
 def test_control_labels_change_with_the_generator() -> None:
     types = np.arange(100)
-    one, other = (probe.control_labels(types, 10, np.random.default_rng(seed)) for seed in (0, 1))
+    one, other = (control_labels(types, 10, np.random.default_rng(seed)) for seed in (0, 1))
     assert (one != other).mean() > 0.5
 
 
@@ -209,7 +210,7 @@ def test_a_probe_is_tested_on_other_sequences_than_it_was_fitted_on() -> None:
     X = np.where(label, 1.0, -1.0)[:, None]
     X[p.train_sequences :] *= np.where(form[p.train_sequences :] == 2, -1, 1)[:, None]  # wrong where tested, for 2var
     other = np.where(form == 2, 1 - label, label)
-    found = probe.probe_target(X, probe.Target(row, row, label, row, 2, other), rng.permutation(label), form, p)
+    found = probe.probe_target(X, Target(row, row, label, row, 2, other), rng.permutation(label), form, p)
     assert (found["accuracy_0var"], found["accuracy_1var"], found["accuracy_2var"]) == (1, 1, 0)
     assert found["accuracy"] == (form[p.train_sequences :] != 2).mean()
     assert found["accuracy_either"] == 1
