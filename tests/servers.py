@@ -253,11 +253,15 @@ class Wire(threading.Thread):
                     threading.Thread(target=self.forward, args=(source, target, counted), daemon=True).start()
 
     def forward(self, source: socket.socket, target: socket.socket, counted: bool) -> None:
-        with suppress(OSError), source, target:
-            while data := source.recv(1 << 16):
-                if counted:
-                    self.count(len(data))
-                target.sendall(data)
+        with source, target:
+            with suppress(OSError):
+                while data := source.recv(1 << 16):
+                    if counted:
+                        self.count(len(data))
+                    target.sendall(data)
+            for end in (source, target):  # The other direction may be waiting for one of them, which keeps it open.
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
 
     def count(self, size: int) -> None:
         with self.lock:
