@@ -19,6 +19,7 @@ import pytest
 from tests.processes import free_ports, sbin, wait_for
 
 PATIENCE = 60  # seconds that a server may take to be ready
+SILENCE = 3  # seconds after which clients ask a server whether it is there
 
 
 class Server:
@@ -55,14 +56,25 @@ class Server:
             self.process = psutil.Popen(self.command(), stdout=log, stderr=log)
         wait_for(self.ready, PATIENCE, f"server: {self.folder / 'server.log'}")
 
+    def running(self) -> list[psutil.Process]:
+        """It, and what it started for its clients."""
+        if not (self.process and self.process.is_running()):
+            return []
+        return [self.process, *self.process.children(recursive=True)]
+
     def kill(self) -> None:
-        """End it with what it started for its clients, at once, as if the power had failed."""
-        if self.process and self.process.is_running():
-            running = [self.process, *self.process.children(recursive=True)]
-            for process in running:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(running, timeout=10)
+        """End it at once, as if its power had failed; clients are told by the machine that it ran on."""
+        running = self.running()
+        for process in running:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(running, timeout=10)
+
+    def freeze(self) -> None:
+        """Let it answer nothing any more, as if the network had failed; clients are not told."""
+        for process in self.running():
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
 
     def listens(self, port: int) -> bool:
         """Whether something answers on a port."""
@@ -154,7 +166,7 @@ class SSH(Server):
             self.keygen(folder / home / ".ssh/key")
             (folder / home / ".ssh/config").write_text(
                 f"Host server\n  HostName 127.0.0.1\n  Port {self.port}\n  User {pwd.getpwuid(os.getuid()).pw_name}\n"
-                f"  IdentityFile {folder / home / '.ssh/key'}\n"
+                f"  IdentityFile {folder / home / '.ssh/key'}\n  ServerAliveInterval {SILENCE}\n"
             )
         self.env, self.wrong = ({"HOME": str(folder / home)} for home in ("home", "stranger"))
         self.keygen(folder / "host_key")

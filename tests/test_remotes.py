@@ -3,15 +3,18 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from tests.processes import wait_for
 from tests.readme import commands, section
-from tests.servers import KINDS, Server, Wire, serve, small_disk
+from tests.servers import KINDS, PATIENCE, Server, Wire, serve, small_disk
 from tests.test_pipeline import STATE, Clone, edited, ran
 
 pytestmark = pytest.mark.servers
@@ -201,31 +204,60 @@ def test_another_project_opens_the_model(shared: Shared, tmp_path: Path) -> None
     assert "blocks.1.attn.W_Q" in done.stdout and "embed.W_E" in done.stdout
 
 
-def test_a_server_that_dies_in_the_middle_of_a_push_gets_the_rest_with_the_next(shared: Shared, tmp_path: Path) -> None:
+@contextmanager
+def ends_midway(shared: Shared, remote: str, end: Callable[[], None]) -> Iterator[Wire]:
+    """A further remote of the source, whose server ends in the middle of a push, and is there again afterwards."""
     server, user = shared.server, shared.source
-    user.run("dvc", "remote", "add", "--local", "other", f"{server.url}-other")
-    wire = Wire(server.port, HALF, server.kill)
+    user.run("dvc", "remote", "add", "--local", remote, f"{server.url}-{remote}")
+    wire = Wire(server.port, HALF, end)
     wire.start()
     config = server.folder / "home/.ssh/config"
     if server.setup:
-        user.run("dvc", "remote", "modify", "--local", "other", "endpointurl", f"http://127.0.0.1:{wire.port}")
+        user.run("dvc", "remote", "modify", "--local", remote, "endpointurl", f"http://127.0.0.1:{wire.port}")
     else:
         before = config.read_text()
         config.write_text(before.replace(f"Port {server.port}", f"Port {wire.port}"))
     try:
-        gone = failing(user, "dvc push -r other")
-        assert wire.left <= 0
+        yield wire
     finally:
         wire.close()
+        server.kill()
         server.start()
         if server.setup:
-            user.run("dvc", "remote", "modify", "--local", "other", "endpointurl", server.setup["endpointurl"])
+            user.run("dvc", "remote", "modify", "--local", remote, "endpointurl", server.setup["endpointurl"])
         else:
             config.write_text(before)
-    assert re.search(r"ERROR: failed to transfer '\w+' - .*[Cc]onnect", gone), gone
-    assert number(r"(\d+) files? pushed", user.run("dvc", "push", "-r", "other")) > 0
 
-    clone = shared.elsewhere(tmp_path / "clone")
-    shutil.copy(user.folder / ".dvc/config.local", clone.folder / ".dvc/config.local")
-    clone.run("dvc", "pull", "-r", "other")
+
+def rest_follows(shared: Shared, remote: str, folder: Path) -> None:
+    """Check that the next push completes what a clone in this folder needs."""
+    assert number(r"(\d+) files? pushed", shared.source.run("dvc", "push", "-r", remote)) > 0
+    clone = shared.elsewhere(folder)
+    shutil.copy(shared.source.folder / ".dvc/config.local", clone.folder / ".dvc/config.local")
+    clone.run("dvc", "pull", "-r", remote)
     assert not ran(clone.run("dvc", "repro"))
+
+
+def test_a_server_that_dies_in_the_middle_of_a_push_gets_the_rest_with_the_next(shared: Shared, tmp_path: Path) -> None:
+    with ends_midway(shared, "dying", shared.server.kill) as wire:
+        gone = failing(shared.source, "dvc push -r dying")
+        assert wire.left <= 0
+    assert re.search(r"ERROR: failed to transfer '\w+' - .*[Cc]onnect", gone), gone
+    rest_follows(shared, "dying", tmp_path / "clone")
+
+
+def test_a_server_that_falls_silent_in_the_middle_of_a_push_gets_the_rest_with_the_next(
+    shared: Shared, tmp_path: Path
+) -> None:
+    assert "interrupt it" in section(SECTION) and "ServerAliveInterval" in section(SECTION)
+    user, over_ssh = shared.source, not shared.server.setup
+    with ends_midway(shared, "silent", shared.server.freeze) as wire:
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        push = subprocess.Popen(["dvc", "push", "-r", "silent"], cwd=user.folder, env=user.env, **output)
+        wait_for(lambda: wire.left <= 0, PATIENCE, "silence")
+        if not over_ssh:
+            push.send_signal(signal.SIGINT)
+        said, _ = push.communicate(timeout=PATIENCE)
+    assert push.returncode != 0
+    assert ("onnection" if over_ssh else "interrupted by the user") in said, said
+    rest_follows(shared, "silent", tmp_path / "clone")
