@@ -252,8 +252,15 @@ def test_a_server_that_falls_silent_in_the_middle_of_a_push_gets_the_rest_with_t
     assert "interrupt it" in section(SECTION) and "ServerAliveInterval" in section(SECTION)
     user, over_ssh = shared.source, not shared.server.setup
     with ends_midway(shared, "silent", shared.server.freeze) as wire:
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        push = subprocess.Popen(["dvc", "push", "-r", "silent"], cwd=user.folder, env=user.env, **output)
+        push = subprocess.Popen(
+            ["dvc", "push", "-r", "silent"],
+            cwd=user.folder,
+            env=user.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
+        )
         wait_for(lambda: wire.left <= 0, PATIENCE, "silence")
         if not over_ssh:
             push.send_signal(signal.SIGINT)
