@@ -62,19 +62,27 @@ class Server:
             return []
         return [self.process, *self.process.children(recursive=True)]
 
+    def freeze(self) -> list[psutil.Process]:
+        """Let it answer nothing any more, as if the network had failed: clients are not told.
+
+        Returns:
+            what was running.
+        """
+        frozen = []
+        while new := [process for process in self.running() if process not in frozen]:  # started in the meantime
+            for process in new:
+                with suppress(psutil.NoSuchProcess):
+                    process.suspend()
+            frozen += new
+        return frozen
+
     def kill(self) -> None:
-        """End it at once, as if its power had failed; clients are told by the machine that it ran on."""
-        running = self.running()
-        for process in running:
+        """End it at once, as if its power had failed: clients are told by the machine that it ran on."""
+        frozen = self.freeze()
+        for process in frozen:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(running, timeout=10)
-
-    def freeze(self) -> None:
-        """Let it answer nothing any more, as if the network had failed; clients are not told."""
-        for process in self.running():
-            with suppress(psutil.NoSuchProcess):
-                process.suspend()
+        psutil.wait_procs(frozen, timeout=10)
 
     def listens(self, port: int) -> bool:
         """Whether something answers on a port."""
