@@ -4,7 +4,8 @@ import os
 import shutil
 import socket
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
 import psutil
 
@@ -29,6 +30,14 @@ def left(variable: dict[str, str]) -> list[psutil.Process]:
     processes = psutil.process_iter(["environ", "status"])
     running = [process for process in processes if process.info["status"] != psutil.STATUS_ZOMBIE]
     return [process for process in running if (process.info["environ"] or {}).get(name) == value]
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """Kill processes, and wait until they are gone."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
 
 
 def wait_for(true: object, patience: float, what: str) -> None:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import psutil
 import pytest
 
-from tests.processes import free_ports, sbin, wait_for
+from tests.processes import free_ports, kill, sbin, wait_for
 
 PATIENCE = 60  # seconds that a server may take to be ready
 SILENCE = 3  # seconds after which clients ask a server whether it is there
@@ -78,11 +78,7 @@ class Server:
 
     def kill(self) -> None:
         """End it at once, as if its power had failed: clients are told by the machine that it ran on."""
-        frozen = self.freeze()
-        for process in frozen:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(frozen, timeout=10)
+        kill(self.freeze())
 
     def listens(self, port: int) -> bool:
         """Whether something answers on a port."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.processes import free_ports, left, sbin, wait_for
+from tests.processes import free_ports, kill, left, sbin, wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "scancel", "sinfo", "squeue")
@@ -105,8 +105,7 @@ def cluster(folder: Path, patience: float = 60) -> Iterator[dict[str, str]]:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        for process in left(variable):
-            process.kill()
+        kill(left(variable))
 
 
 def ask(*command: str, env: dict[str, str]) -> str:

@@ -7,10 +7,9 @@ import subprocess
 import time
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
-from tests.processes import left
+from tests.processes import kill, left
 from tests.test_pipeline import STATE, Clone
 
 VALUES = ("0.05", "0.2", "0.5")
@@ -37,10 +36,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
         yield clone
     finally:
         clone.run("dvc", "queue", "stop", "--kill", check=False)
-        workers = left({STATE: clone.env[STATE]})
-        for process in workers:
-            process.kill()
-        psutil.wait_procs(workers, timeout=10)
+        kill(left({STATE: clone.env[STATE]}))
 
 
 def shown(clone: Clone) -> dict[str, dict[str, str]]:

@@ -208,25 +208,25 @@ def test_another_project_opens_the_model(shared: Shared, tmp_path: Path) -> None
 def ends_midway(shared: Shared, remote: str, end: Callable[[], None]) -> Iterator[Wire]:
     """A further remote of the source, whose server ends in the middle of a push, and is there again afterwards."""
     server, user = shared.server, shared.source
+    config = server.folder / "home/.ssh/config"
+
+    def reached_at(port: int) -> None:
+        if server.setup:
+            user.run("dvc", "remote", "modify", "--local", remote, "endpointurl", f"http://127.0.0.1:{port}")
+        else:
+            config.write_text(re.sub(r"Port \d+", f"Port {port}", config.read_text()))
+
     user.run("dvc", "remote", "add", "--local", remote, f"{server.url}-{remote}")
     wire = Wire(server.port, HALF, end)
     wire.start()
-    config = server.folder / "home/.ssh/config"
-    if server.setup:
-        user.run("dvc", "remote", "modify", "--local", remote, "endpointurl", f"http://127.0.0.1:{wire.port}")
-    else:
-        before = config.read_text()
-        config.write_text(before.replace(f"Port {server.port}", f"Port {wire.port}"))
+    reached_at(wire.port)
     try:
         yield wire
     finally:
         wire.close()
         server.kill()
         server.start()
-        if server.setup:
-            user.run("dvc", "remote", "modify", "--local", remote, "endpointurl", server.setup["endpointurl"])
-        else:
-            config.write_text(before)
+        reached_at(server.port)
 
 
 def rest_follows(shared: Shared, remote: str, folder: Path) -> None:

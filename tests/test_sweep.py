@@ -21,7 +21,7 @@ from stages.parts.experiments import Baseline, Experiment, Job, upstream
 from stages.sweep import MOMENTS, SweepParams, experiments
 from tests import slurm
 from tests.conftest import ROOT
-from tests.processes import left, wait_for
+from tests.processes import kill, left, wait_for
 from tests.test_pipeline import STATE, Clone, edited
 
 PATIENCE = 240  # seconds that a sweep of three tiny experiments may take on a busy machine
@@ -142,8 +142,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
     clone = Clone(tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("state"))
     put(clone, GRIDS)
     yield clone
-    for process in left({STATE: clone.env[STATE]}):
-        process.kill()
+    kill(left({STATE: clone.env[STATE]}))
 
 
 def put(clone: Clone, grids: dict[str, Any]) -> None:
